@@ -95,7 +95,9 @@ class Topology:
     def __post_init__(self) -> None:
         object.__setattr__(self, "placement", PLACEMENT_NAMES.get(self.placement, self.placement))
         if self.placement not in PLACEMENTS:
-            raise ConfigError(f"placement {self.placement!r} is not one of {', '.join([*PLACEMENT_NAMES, *PLACEMENTS])}")
+            raise ConfigError(
+                f"placement {self.placement!r} is not one of {', '.join([*PLACEMENT_NAMES, *PLACEMENTS])}"
+            )
         if min(self.world_size, self.pp_size, self.tp_size) < 1 or self.world_size % (self.pp_size * self.tp_size):
             raise ConfigError(
                 f"{self.world_size} processes cannot be divided into model replicas of pipeline_parallel_degree "
@@ -139,9 +141,7 @@ class Topology:
 
     @cached_property
     def _group_of(self) -> dict[CommGroup, dict[int, tuple[int, ...]]]:
-        return {
-            kind: {rank: ranks for ranks in groups for rank in ranks} for kind, groups in self._groups.items()
-        }
+        return {kind: {rank: ranks for ranks in groups for rank in ranks} for kind, groups in self._groups.items()}
 
     def coordinates(self, rank: int) -> Coordinates:
         """The place of a world rank in the box."""

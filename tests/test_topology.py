@@ -38,7 +38,14 @@ def test_groups_are_slices_of_one_grid(world: int, pp: int, tp: int, placement: 
     topology = Topology(world, pp, tp, placement)
     rdp = topology.rdp_size
     assert rdp * pp * tp == world
-    sizes = {"WORLD": world, "MP_GROUP": pp * tp, "DP_GROUP": rdp * tp, "PP_GROUP": pp, "TP_GROUP": tp, "RDP_GROUP": rdp}
+    sizes = {
+        "WORLD": world,
+        "MP_GROUP": pp * tp,
+        "DP_GROUP": rdp * tp,
+        "PP_GROUP": pp,
+        "TP_GROUP": tp,
+        "RDP_GROUP": rdp,
+    }
     shared = {"WORLD": "", "MP_GROUP": "rdp", "DP_GROUP": "pp", "PP_GROUP": "rdp tp", "TP_GROUP": "rdp pp"}
     shared["RDP_GROUP"] = "pp tp"
     for kind in CommGroup:
