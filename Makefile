@@ -1,0 +1,32 @@
+# Every target makes the environment .venv on its first run and reuses it afterwards.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: install demo test test-slow lint clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: setup.py constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[mpi,test]'
+	touch $@
+
+# Trains a GPT over four processes, stops, resumes from the middle, and prints a sample.
+demo: install
+	$(BIN)/python examples/demo.py
+
+test: install
+	$(BIN)/python -m pytest -m "not slow and not gpu" tests
+
+test-slow: install
+	$(BIN)/python -m pytest -m "slow and not gpu" tests
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/python -m mypy
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache runs

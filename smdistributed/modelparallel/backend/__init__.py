@@ -1,0 +1,1 @@
+"""Holds `exceptions`, whose classes launchers list; it is `smp.exceptions`."""
