@@ -11,6 +11,7 @@ _EXPORTS: dict[str, str] = {
         ["SmpError", "ConfigError", "PartitionError", "StepError", "CheckpointError", "CommError", "UsageError"],
         "smp.errors",
     ),
+    **dict.fromkeys(["save", "load"], "smp.checkpoint.partial"),
 }
 
 

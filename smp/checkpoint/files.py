@@ -1,0 +1,131 @@
+"""One tensor file on disk: written aside, flushed and renamed; read with its checksums verified.
+
+The file is what `torch.save` writes, with the header as one more record of its zip archive, so `torch.load` reads it
+by hand as any other. torch does not compare the checksums of an archive while loading; a second thread does.
+"""
+
+import os
+import threading
+import zipfile
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from smp.checkpoint.layout import Header
+from smp.checkpoint.safe_load import load_file
+from smp.errors import CheckpointError
+
+_HEADER_RECORD = "smp_header.json"
+_CHUNK = 1 << 22
+
+
+class FileWriter:
+    """Replaces the file at `path` in two steps: `write` puts the new one beside it, `commit` renames.
+
+    Until `commit` the file that was there stays as it was. `rank` keeps ranks apart that write the same path; the name
+    does not change from run to run, so what a crash left behind is overwritten by the next save.
+    """
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self.path = path
+        # Not named `path` + something: scripts look for partial files with the pattern `path_*`.
+        self._aside = path.parent / f".{path.name}.writing-{rank}"
+
+    def write(
+        self, obj: Any, header: Header | None = None, pickle_module: Any = None, pickle_protocol: int = 2
+    ) -> None:
+        """Write and flush `obj`. When the disk refuses, `CheckpointError` names the file, and nothing is left."""
+        options: dict[str, Any] = {} if pickle_module is None else {"pickle_module": pickle_module}
+        try:
+            with self._aside.open("wb+") as out:
+                torch.save(obj, out, pickle_protocol=pickle_protocol, **options)
+                if header is not None:
+                    _append_header(out, header)
+                out.flush()
+                os.fsync(out.fileno())
+        except BaseException as error:
+            self.discard()
+            if isinstance(error, OSError | RuntimeError):
+                raise CheckpointError(f"{self.path} cannot be written: {error}") from error
+            raise
+
+    def commit(self) -> None:
+        try:
+            os.replace(self._aside, self.path)
+            _flush_directory(self.path.parent)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be written: {error}") from error
+
+    def discard(self) -> None:
+        """Remove what `write` left, when it shall not be committed."""
+        with suppress(OSError):
+            self._aside.unlink()
+
+
+def _append_header(out: IO[bytes], header: Header) -> None:
+    with zipfile.ZipFile(out, "a") as archive:
+        # torch wants all records in the directory of the first one
+        archive.writestr(f"{archive.namelist()[0].split('/')[0]}/{_HEADER_RECORD}", header.to_json())
+
+
+def _flush_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_header(path: Path) -> Header | None:
+    """The header of a partial file; None when the file has none (another program wrote it) or is no zip archive."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            records = [name for name in archive.namelist() if name.endswith(f"/{_HEADER_RECORD}")]
+            return Header.from_json(archive.read(records[0]).decode()) if records else None
+    except zipfile.BadZipFile:
+        return None
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def read_file(path: Path, map_location: Any = None, **options: Any) -> Any:
+    """The object in the file at `path`, every record's checksum verified. `options` as in `load_file`.
+
+    Raises `CheckpointError` naming the file when it is missing, truncated, altered, or holds classes not allowed.
+    """
+    check = _ChecksumThread(path)
+    check.start()
+    try:
+        return load_file(path, map_location, **options)
+    finally:
+        check.join()
+        check.raise_if_bad()
+
+
+class _ChecksumThread(threading.Thread):
+    """Compares the checksum of every record of a zip archive while another thread loads it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(name="smp-checksum", daemon=True)
+        self._path, self._bad = path, ""
+
+    def run(self) -> None:
+        try:
+            archive = zipfile.ZipFile(self._path)
+        except (zipfile.BadZipFile, OSError):
+            return  # no archive, or cut off: loading it says so
+        with archive:
+            for record in archive.infolist():
+                try:
+                    with archive.open(record) as stream:
+                        while stream.read(_CHUNK):  # computes the checksum, and compares it at the end
+                            pass
+                except (zipfile.BadZipFile, EOFError, OSError) as error:
+                    self._bad = f"record {record.filename}: {error}"
+                    return
+
+    def raise_if_bad(self) -> None:
+        if self._bad:
+            raise CheckpointError(f"{self._path} is damaged: {self._bad}")
