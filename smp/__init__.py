@@ -11,6 +11,25 @@ _EXPORTS: dict[str, str] = {
         ["SmpError", "ConfigError", "PartitionError", "StepError", "CheckpointError", "CommError", "UsageError"],
         "smp.errors",
     ),
+    **dict.fromkeys(
+        [
+            *["init", "is_initialized", "rank", "size", "local_rank", "local_size"],
+            *[f"{kind}_{what}" for kind in ("tp", "pp", "rdp", "dp", "mp") for what in ("rank", "size")],
+            *[f"get_{kind}_group" for kind in ("world", "tp", "pp", "rdp", "dp", "mp")],
+            *[f"get_{kind}_process_group" for kind in ("world", "tp", "pp", "rdp", "dp", "mp")],
+        ],
+        "smp.runtime",
+    ),
+    **dict.fromkeys(["CommGroup", "RankType"], "smp.topology"),
+    **dict.fromkeys(
+        [
+            *["WORLD", "MP_GROUP", "DP_GROUP", "PP_GROUP", "TP_GROUP", "RDP_GROUP"],
+            *["WORLD_RANK", "MP_RANK", "DP_RANK", "PP_RANK", "TP_RANK", "RDP_RANK"],
+            *["send", "recv_from", "broadcast", "allgather"],
+            *["barrier", "dp_barrier", "mp_barrier", "pp_barrier", "tp_barrier", "rdp_barrier"],
+        ],
+        "smp.comm.objects",
+    ),
     **dict.fromkeys(["save", "load"], "smp.checkpoint.partial"),
 }
 

@@ -1,0 +1,227 @@
+"""Who am I, where are the others, which device: everything about the process that outlives a configuration.
+
+    1. identify     rank and size from mpirun's variables, torchrun's, or one process
+    2. connect      mpirun: MPI_Init; torchrun: its store
+    3. side store   a TCPStore that carries failures, positions and agreements (failures.py) and the rendezvous of torch
+
+The port of the side store is chosen by the kernel and bound before its number is told to anyone, so any number of jobs
+can start on one host. This is the one place that knows devices and launchers.
+"""
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from smp.errors import CommError, UsageError
+
+Launcher = Literal["mpi", "torchrun", "single"]
+CONNECT_TIMEOUT = timedelta(seconds=60)
+
+
+class Identity(NamedTuple):
+    """What the launcher says about this process."""
+
+    launcher: Launcher
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+
+
+def identify(environ: Mapping[str, str] = os.environ) -> Identity:
+    """Reads the launcher's variables. A world of one process needs no launcher and is `single`."""
+
+    def read(launcher: Launcher, rank: str, size: str, local_rank: str, local_size: str) -> Identity | None:
+        if rank not in environ or size not in environ or int(environ[size]) == 1:
+            return None
+        number, count = int(environ[rank]), int(environ[size])
+        return Identity(
+            launcher, number, count, int(environ.get(local_rank, number)), int(environ.get(local_size, count))
+        )
+
+    mpi = read(
+        "mpi",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    )
+    torchrun = read("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if "TORCHELASTIC_RUN_ID" in environ:  # torchrun may itself have been started by mpirun, once per host
+        return torchrun or Identity("single")
+    if mpi or torchrun:
+        return mpi or torchrun  # type: ignore[return-value]
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return Identity("torchrun", dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size())
+    return Identity("single")
+
+
+@dataclass
+class World:
+    """The processes of this job, for as long as they live.
+
+    Attributes:
+        rank, size, local_rank, local_size: this process among all, and among those of its host.
+        launcher: `mpi`, `torchrun` or `single`.
+        device: where this rank computes.
+        store: key-value store of the job, for agreements and for the rendezvous of torch.
+        side_store: a second connection to it, so that the monitor never waits behind the main thread.
+        mpi: the module mpi4py.MPI under mpirun, else None.
+        owns_mpi: whether smp initialised MPI, and so has to finalise it.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    launcher: Launcher
+    device: torch.device
+    store: dist.Store
+    side_store: dist.Store
+    mpi: Any = None
+    owns_mpi: bool = False
+
+    @classmethod
+    def start(cls) -> "World":
+        """Connects this process to the others. Collective over the job.
+
+        Raises:
+            CommError: rank 0 cannot be reached.
+            UsageError: torch.distributed was initialised for a world of another size.
+        """
+        me = identify()
+        if dist.is_initialized() and dist.get_world_size() != me.size:
+            raise UsageError(
+                f"torch.distributed was initialised with {dist.get_world_size()} processes, but this job has {me.size} "
+                f"({me.launcher}); initialise it with all of them, or leave it to smp.init"
+            )
+        mpi, owns_mpi = _start_mpi(me) if me.launcher == "mpi" else (None, False)
+        store, side_store = _connect(me, mpi)
+        return cls(*me[1:], me.launcher, _device(me), store, side_store, mpi, owns_mpi)
+
+
+def _start_mpi(me: Identity) -> tuple[Any, bool]:
+    """Imports and initialises MPI. Finalising is ours: it has to come after the exit handshake (failures.py)."""
+    import sys
+
+    import mpi4py
+
+    owns = "mpi4py.MPI" not in sys.modules
+    if owns:
+        mpi4py.rc.finalize = False
+    from mpi4py import MPI
+
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        owns = True
+    if MPI.COMM_WORLD.Get_size() != me.size:
+        raise CommError(
+            f"mpirun started {me.size} processes but MPI sees {MPI.COMM_WORLD.Get_size()}: mpi4py is linked to another "
+            "MPI than the mpirun in use"
+        )
+    return MPI, owns
+
+
+def _connect(me: Identity, mpi: Any) -> tuple[dist.Store, dist.Store]:
+    """Two connections to the job's store."""
+    if me.launcher == "single":
+        store = dist.HashStore()
+        return store, store
+    if me.launcher == "mpi":
+        server = open_store("0.0.0.0", 0) if me.rank == 0 else None
+        address = mpi.COMM_WORLD.bcast((_host_address(me), server.port) if server else None)
+        return server or _client(*address), _client(*address)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a restarted job meets its predecessor's keys
+    if dist.is_initialized():
+        base = dist.distributed_c10d._get_default_store()
+        return dist.PrefixStore(f"smp/{attempt}", base), dist.PrefixStore(f"smp/{attempt}", base.clone())
+    host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
+    serve = me.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    first = open_store(host, port) if serve else _client(host, port)
+    return dist.PrefixStore(f"smp/{attempt}", first), dist.PrefixStore(f"smp/{attempt}", _client(host, port))
+
+
+def open_store(host: str, port: int) -> dist.TCPStore:
+    """Opens a store in this process; port 0 takes a free one.
+
+    Raises:
+        CommError: the port is taken, with its number and host.
+    """
+    try:
+        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=CONNECT_TIMEOUT)
+    except dist.DistNetworkError as error:
+        raise CommError(
+            f"port {port} on host {socket.gethostname()} ({host}) cannot be opened: {str(error).splitlines()[0]}"
+        ) from None
+
+
+def _client(host: str, port: int) -> dist.TCPStore:
+    try:
+        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=CONNECT_TIMEOUT)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise CommError(f"rank 0's store at {host}:{port} cannot be reached: {error}") from None
+
+
+def _host_address(me: Identity) -> str:
+    """An address of this host that the other ranks can reach."""
+    if me.local_size == me.size:
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 1))  # sends nothing; the kernel picks the interface
+            return str(probe.getsockname()[0])
+        except OSError:
+            return socket.gethostbyname(socket.gethostname())
+
+
+def _device(me: Identity) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", me.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def start_torch_distributed(world: World, port: int | None, backend: str, timeout: timedelta) -> None:
+    """Initialises torch.distributed over the world, unless the user did.
+
+    Args:
+        port: where rank 0 shall open torch's store (`ddp_port`); None: the job's own store serves.
+        backend: `auto`, `gloo` or `nccl`.
+
+    Raises:
+        CommError: on every rank, when rank 0 cannot open the port.
+    """
+    if dist.is_initialized():
+        return
+    store: dist.Store = dist.PrefixStore("torch", world.store)
+    if port is not None:
+        store = _store_on_port(world, port)
+    if backend == "auto":
+        backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
+    elif backend == "nccl":
+        backend = "cpu:gloo,cuda:nccl"  # objects and barriers are host side whatever tensors use
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+
+
+def _store_on_port(world: World, port: int) -> dist.Store:
+    key = f"ddp_port/{port}"
+    if world.rank == 0:
+        try:
+            server = open_store("0.0.0.0", port)
+        except CommError as error:
+            world.store.set(key, f"ddp_port: {error}; choose a free port, or leave ddp_port out")
+            raise CommError(world.store.get(key).decode()) from None
+        me = Identity(world.launcher, world.rank, world.size, world.local_rank, world.local_size)
+        world.store.set(key, f"={_host_address(me)}")
+        return server
+    answer = world.store.get(key).decode()
+    if not answer.startswith("="):
+        raise CommError(answer)
+    return _client(answer[1:], port)

@@ -1,0 +1,231 @@
+"""Messages over MPI: nonblocking requests that are polled, so that every wait has a deadline."""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smp.bootstrap import World
+from smp.comm.transport import (
+    HEADER_BYTES,
+    Channel,
+    Expected,
+    Request,
+    Transport,
+    encode_header,
+    pack,
+    receivable,
+    sendable,
+    unpack,
+)
+from smp.errors import CommError
+from smp.failures import Monitor
+from smp.groups import Group
+
+
+class _Send(Request):
+    """A header and the bytes, both on their way."""
+
+    __slots__ = ("_requests", "_buffers", "_lock")
+
+    def __init__(self, requests: list[Any], buffers: tuple[Any, ...], lock: threading.Lock) -> None:
+        self._requests = requests
+        self._buffers = buffers
+        self._lock = lock
+
+    def test(self) -> bool:
+        if self._requests:
+            with self._lock:  # the monitor thread pushes sends too, and two threads may not test one request
+                return self.advance()
+        return True
+
+    def advance(self) -> bool:
+        """test(), by a caller that holds the lock."""
+        while self._requests:
+            if not self._requests[-1].Test():
+                return False
+            self._requests.pop()
+        self._buffers = ()
+        return True
+
+
+class _Receive(Request):
+    """Compares the header that arrives with what is expected, then waits for the bytes."""
+
+    def __init__(self, transport: "MpiTransport", buffer: Tensor, expected: Expected) -> None:
+        self._transport = transport
+        self._buffer, self._memory = buffer, receivable(buffer)
+        self._header = bytearray(HEADER_BYTES)
+        self._expected = expected
+        self._header_request: Any = None
+        self._payload_request: Any = None
+        self._present = False
+        self._done = False
+
+    def test(self) -> bool:
+        if self._done:
+            return True
+        if self._header_request is not None:
+            if not self._header_request.Test():
+                return False
+            self._header_request = None
+            try:
+                self._present = self._expected.check(self._header)
+            except CommError:
+                self._transport.discard(self, self._payload_request)
+                raise
+        if not self._payload_request.Test():
+            return False
+        self._done = True
+        self._transport.forget(self)
+        if self._present and self._memory.data_ptr() != self._buffer.data_ptr():
+            with torch.no_grad():
+                self._buffer.copy_(self._memory)
+        return True
+
+    def start(self, headers: Any, payloads: Any, memory: Any) -> None:
+        """Posts both receives."""
+        source, tag = self._expected.source, self._expected.tag
+        self._header_request = headers.Irecv(self._header, source, tag)
+        self._payload_request = payloads.Irecv(memory, source, tag)
+
+    def value(self) -> Tensor | None:
+        assert self._done, "value() of a receive that is not complete"
+        return self._buffer if self._present else None
+
+
+class MpiTransport(Transport):
+    """Messages over mpi4py. Each channel has three communicators: headers, bytes of tensors, objects."""
+
+    def __init__(self, world: World, monitor: Monitor) -> None:
+        super().__init__(world, monitor)
+        self._mpi = world.mpi
+        everyone = self._mpi.COMM_WORLD
+        self._comms = {channel: tuple(everyone.Dup() for _ in range(3)) for channel in Channel}
+        self._group_comms: dict[tuple[int, ...], tuple[Any, Any]] = {}
+        self._sends: list[_Send] = []
+        self._receives: dict[int, _Receive] = {}
+        self._discarded: list[tuple[_Receive, Any]] = []
+        self._lock = threading.Lock()
+
+    def _memory(self, tensor: Tensor) -> Any:
+        nbytes = tensor.numel() * tensor.element_size()
+        return [self._mpi.buffer.fromaddress(tensor.data_ptr(), nbytes), self._mpi.BYTE]
+
+    def _isend(self, tensor: Tensor | None, dest: int, tag: int, channel: Channel) -> Request:
+        headers, payloads, _ = self._comms[channel]
+        header = encode_header(tensor)
+        memory = sendable(tensor) if tensor is not None else torch.empty(0)
+        requests = [
+            payloads.Isend(self._memory(memory), dest, tag),
+            headers.Isend(header, dest, tag),
+        ]
+        return self._keep(_Send(requests, (header, memory), self._lock))
+
+    def _keep(self, send: _Send) -> _Send:
+        """Buffers of a send live until it is complete, whoever drops the request."""
+        if not send.test():
+            with self._lock:
+                self._sends.append(send)
+        return send
+
+    def _irecv(self, buffer: Tensor, source: int, tag: int, channel: Channel, optional: bool) -> Request:
+        headers, payloads, _ = self._comms[channel]
+        receive = _Receive(self, buffer, Expected(buffer, source, tag, optional))
+        receive.start(headers, payloads, self._memory(receive._memory))
+        self._receives[id(receive)] = receive
+        return receive
+
+    def forget(self, receive: _Receive) -> None:
+        """A receive is complete; its memory is the caller's again."""
+        self._receives.pop(id(receive), None)
+
+    def discard(self, receive: _Receive, payload: Any) -> None:
+        """Something else than expected is arriving; its memory has to live until it is here."""
+        self.forget(receive)
+        with self._lock:
+            self._discarded.append((receive, payload))
+
+    def _send_bytes(self, data: bytes, dest: int, tag: int, channel: Channel) -> None:
+        comm = self._comms[channel][2]
+        self._keep(_Send([comm.Isend([data, self._mpi.BYTE], dest, tag)], (data,), self._lock))
+
+    def _recv_bytes(self, source: int, tag: int, channel: Channel, call: str) -> Any:
+        comm = self._comms[channel][2]
+        status = self._mpi.Status()
+        found: list[Any] = []
+
+        def arrived() -> bool:
+            message = comm.Improbe(source, tag, status)
+            if message is not None:
+                found.append(message)
+            return message is not None
+
+        self.monitor.wait(arrived, call, [source])
+        data = bytearray(status.Get_count(self._mpi.BYTE))
+        request = found[0].Irecv([data, self._mpi.BYTE])
+        self.monitor.wait(request.Test, call, [source])
+        return data
+
+    def _comm_pair(self, group: Group) -> tuple[Any, Any]:
+        """Communicators of a group: for tensors, and for objects and barriers."""
+        pair = self._group_comms.get(group.ranks)
+        if pair is None:
+            everyone = self._mpi.COMM_WORLD
+            members = everyone.Get_group().Incl(list(group.ranks))
+            pair = (everyone.Create_group(members, 1), everyone.Create_group(members, 2))
+            self._group_comms[group.ranks] = pair
+        return pair
+
+    def comm(self, group: Group) -> Any:
+        return self._comm_pair(group)[0]
+
+    def all_gather_object(self, obj: Any, group: Group, call: str | None = None) -> list[Any]:
+        if group.size == 1:
+            return [unpack(pack(obj), self.world.device)]
+        call = call or f"all_gather_object({group.kind.name})"
+        comm = self._comm_pair(group)[1]
+        data = pack(obj)
+        mine, counts = torch.tensor([len(data)]), torch.empty(group.size, dtype=torch.int64)
+        self._finish(comm.Iallgather(mine.numpy(), counts.numpy()), call, group.ranks)
+        sizes = counts.tolist()
+        if sum(sizes) >= 2**31:
+            raise CommError(f"{call}: the objects take {sum(sizes)} bytes together; more than 2 GiB cannot be gathered")
+        everything = bytearray(sum(sizes))
+        receive = [everything, sizes, _offsets(sizes), self._mpi.BYTE]
+        self._finish(comm.Iallgatherv([data, self._mpi.BYTE], receive), call, group.ranks)
+        view = memoryview(everything)
+        return [unpack(view[start : start + n], self.world.device) for start, n in zip(_offsets(sizes), sizes)]
+
+    def barrier(self, group: Group, call: str | None = None) -> None:
+        if group.size > 1:
+            request = self._comm_pair(group)[1].Ibarrier()
+            self._finish(request, call or f"barrier({group.kind.name})", group.ranks)
+
+    def _finish(self, request: Any, call: str, ranks: Sequence[int]) -> None:
+        self.monitor.wait(request.Test, call, ranks)
+
+    def progress(self) -> bool:
+        with self._lock:
+            self._sends = [send for send in self._sends if not send.advance()]
+            self._discarded = [pair for pair in self._discarded if not self._arrived(pair[1])]
+            return bool(self._sends)
+
+    def _arrived(self, payload: Any) -> bool:
+        try:
+            return bool(payload.Test())
+        except self._mpi.Exception:  # longer than its buffer
+            return True
+
+    def idle(self) -> bool:
+        return not (self.progress() or self._receives or self._discarded)
+
+
+def _offsets(sizes: list[int]) -> list[int]:
+    offsets, total = [], 0
+    for size in sizes:
+        offsets.append(total)
+        total += size
+    return offsets

@@ -1,0 +1,390 @@
+"""How a job fails: every wait has a deadline, one traceback is printed, and no process is left behind.
+
+Each rank runs one monitor thread with its own connection to the job's store. Keys there:
+
+    events            counter, moves when a rank fails or exits; the one key that every monitor polls
+    failed            the first rank that failed (compare-and-set, so that one traceback is printed)
+    failure           one line about that failure
+    exits             "2,0," ranks that have left their main program
+    state/<rank>      the smp call in which that rank waits, and where in the user's script it is
+
+    exception -> first to claim `failed` prints it -> the job is aborted -> waits elsewhere raise CommError
+    clean end -> `exits` -> wait for the others    -> MPI_Finalize
+                         -> a wait for a rank that has left raises CommError, unless what it sent still arrives
+"""
+
+import atexit
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+from smp import log
+from smp.bootstrap import World
+from smp.errors import CommError
+
+DEFAULT_TIMEOUT = 600.0  # seconds a wait may last
+DEFAULT_REPORT_AFTER = 30.0  # seconds after which a wait says for whom it waits
+TICK = 0.25  # seconds between two looks of the monitor at the store
+PUBLISH_EVERY = 1.5  # seconds between two publications of this rank's position
+SPIN = 40  # tests in a row before the first sleep
+FIRST_SLEEP, LONGEST_SLEEP = 20e-6, 1e-3
+EXIT_GRACE = 1.5  # seconds for messages of a rank that has left to arrive
+ABORT_GRACE = 5.0  # seconds in which the rank that failed first should end the job for all
+
+
+def timeout_seconds() -> float:
+    """How long a wait may last: `SMP_TIMEOUT`, in seconds."""
+    return float(os.environ.get("SMP_TIMEOUT", DEFAULT_TIMEOUT))
+
+
+@dataclass
+class Wait:
+    """One wait in progress.
+
+    Attributes:
+        call: the smp call, as users know it.
+        ranks: world ranks that have to do something for it to end.
+        hard: it happens inside C code and cannot be interrupted by an exception.
+    """
+
+    call: str
+    ranks: Sequence[int]
+    hard: bool = False
+    started: float = field(default_factory=time.monotonic)
+    next_report: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """How long it has lasted."""
+        return time.monotonic() - self.started
+
+
+class Monitor:
+    """Watches this rank's waits and the other ranks' fates. One per process, made with the World."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.rank, self.size = world.rank, world.size
+        self.timeout = timeout_seconds()
+        self.report_after = float(os.environ.get("SMP_REPORT_AFTER", DEFAULT_REPORT_AFTER))
+        self.progress: Callable[[], bool] = lambda: False  # pushes outstanding sends; True while there are some
+        self._store = world.side_store
+        self._waits: dict[int, list[Wait]] = {}  # by thread
+        self._events = 0
+        self._failure: tuple[int, str] | None = None
+        self._failure_seen = 0.0
+        self._exited: dict[int, float] = {}  # rank -> when this rank learned of it
+        self._published: str | None = None
+        self._published_at = 0.0
+        self._left = False
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # Waiting
+
+    def wait(self, test: Callable[[], bool], call: str, ranks: Sequence[int]) -> None:
+        """Returns when `test()` is true. It is polled: at once, then ever more rarely, up to every millisecond.
+
+        Args:
+            test: becomes true when what is awaited has happened; may raise.
+            call: the smp call, for messages.
+            ranks: world ranks that have to act.
+
+        Raises:
+            CommError: the deadline passed, or a rank failed or left.
+        """
+        for _ in range(SPIN):
+            if test():
+                return
+        wait = self._enter(Wait(call, ranks))
+        try:
+            pause = FIRST_SLEEP
+            while not test():
+                self._check(wait)
+                time.sleep(pause)
+                pause = min(pause * 1.3, LONGEST_SLEEP)
+        finally:
+            self._leave(wait)
+
+    @contextmanager
+    def blocking(self, call: str, ranks: Sequence[int]) -> Iterator[None]:
+        """Around a wait inside C code (Work.wait): the same reports; at the deadline, or when a rank has failed, the
+        monitor thread prints why and ends the job, as no exception can reach the waiting thread."""
+        wait = self._enter(Wait(call, ranks, hard=True))
+        try:
+            yield
+        finally:
+            self._leave(wait)
+
+    def _enter(self, wait: Wait) -> Wait:
+        wait.next_report = self.report_after
+        self._waits.setdefault(threading.get_ident(), []).append(wait)
+        return wait
+
+    def _leave(self, wait: Wait) -> None:
+        thread = threading.get_ident()
+        waits = self._waits[thread]
+        waits.remove(wait)
+        if not waits:
+            del self._waits[thread]
+
+    def _check(self, wait: Wait) -> None:
+        """Raises when there is no hope for this wait."""
+        if self._failure is not None:
+            rank, what = self._failure
+            raise CommError(f"rank {rank} has failed ({what}) while rank {self.rank} was in {wait.call}")
+        if self._exited:
+            now = time.monotonic()
+            gone = sorted(r for r in wait.ranks if now - self._exited.get(r, now) > EXIT_GRACE)
+            if gone:
+                raise CommError(f"{_ranks(gone)} exited while rank {self.rank} was waiting for it in {wait.call}")
+        if wait.seconds > self.timeout:
+            raise CommError(
+                f"{wait.call} did not complete within {self.timeout:g} s (SMP_TIMEOUT): {self._who_is_missing(wait)}"
+            )
+
+    # What other ranks do
+
+    def states(self, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """What those ranks last said about themselves: `call` (None: not in a wait) and `where`."""
+        states: dict[int, dict[str, Any]] = {}
+        for rank in ranks:
+            key = f"state/{rank}"
+            states[rank] = json.loads(self._store.get(key)) if self._store.check([key]) else {}
+        return states
+
+    def _who_is_missing(self, wait: Wait) -> str:
+        others = [rank for rank in wait.ranks if rank != self.rank]
+        states = self.states(others)
+        missing = [rank for rank in others if states[rank].get("call") != wait.call]
+        if not missing:
+            return f"all of ranks {_list(others)} are in it"
+        return "; ".join(f"rank {rank} is missing in {wait.call}, {_seen(states[rank])}" for rank in missing)
+
+    def _speaks_for(self, wait: Wait) -> bool:
+        """One of the ranks that are in the same call reports, not each."""
+        below = [rank for rank in wait.ranks if rank < self.rank]
+        return all(state.get("call") != wait.call for state in self.states(below).values())
+
+    # The monitor thread
+
+    def start(self) -> None:
+        """Installs the hooks and starts the thread. In a world of one there is nobody to tell."""
+        if self.size == 1:
+            return
+        sys.excepthook = self._on_uncaught
+        threading.excepthook = self._on_thread_uncaught
+        sys.unraisablehook = self._on_unraisable
+        atexit.register(self._at_exit)
+        self._thread = threading.Thread(target=self._run, name="smp-monitor", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        lost_since: float | None = None
+        tick = max(TICK, self.size / 1000)
+        while not self._stop.wait(tick):
+            try:
+                self._look()
+                lost_since = None
+            except Exception as error:  # the store is in rank 0's process, or in torchrun's
+                if self._stop.is_set():
+                    return
+                lost_since = lost_since or time.monotonic()
+                if time.monotonic() - lost_since > ABORT_GRACE and self._failure is None:
+                    self._learn_failure(0, f"its store cannot be reached any more: {error}")
+            if self._failure is not None and time.monotonic() - self._failure_seen > 2 * ABORT_GRACE:
+                self.abort()
+
+    def _look(self) -> None:
+        """One look at the store, one publication, and a look at this rank's own waits."""
+        if not threading.main_thread().is_alive():
+            self._announce_exit()  # the program has ended, but another thread keeps the process alive
+        events = self._store.add("events", 0)
+        if events != self._events:
+            self._read_events()
+            self._events = events
+        self._publish()
+        self.progress()
+        for waits in list(self._waits.values()):
+            for wait in list(waits):
+                self._look_at(wait)
+
+    def _read_events(self) -> None:
+        if self._failure is None and self._store.check(["failed"]):
+            rank = int(self._store.get("failed"))
+            if rank != self.rank:
+                self._learn_failure(rank, self._store.get("failure").decode())
+        if self._store.check(["exits"]):
+            for rank in self._store.get("exits").decode().split(",")[:-1]:
+                self._exited.setdefault(int(rank), time.monotonic())
+
+    def _learn_failure(self, rank: int, what: str) -> None:
+        self._failure_seen = time.monotonic()
+        self._failure = (rank, what)
+
+    def _look_at(self, wait: Wait) -> None:
+        if wait.hard:
+            try:
+                self._check(wait)
+            except CommError as error:
+                self.report_failure(error)
+                self.abort()
+        if wait.seconds > wait.next_report:
+            wait.next_report *= 2
+            if self._speaks_for(wait):
+                log.get_logger().warning("waiting for %.0f s: %s", wait.seconds, self._who_is_missing(wait))
+
+    def _publish(self) -> None:
+        now = time.monotonic()
+        if now - self._published_at < PUBLISH_EVERY:
+            return
+        waits = [wait for waits in list(self._waits.values()) for wait in waits]
+        state = json.dumps({"call": waits[-1].call if waits else None, "where": main_thread_position()})
+        if state != self._published:
+            self._store.set(f"state/{self.rank}", state)
+            self._published, self._published_at = state, now
+
+    # Ends
+
+    def report_failure(self, error: BaseException) -> None:
+        """Tells all ranks that this one failed. The first rank to do so prints its traceback, the others are silent."""
+        if self.size == 1:
+            return
+        first = True
+        with suppress(Exception):  # a store that is gone cannot arbitrate
+            what = f"{type(error).__name__}: {error}".splitlines()[0][:500]
+            if not self._store.check(["failed"]):
+                self._store.set("failure", what)
+            claimed = self._store.compare_set("failed", "", str(self.rank))
+            first = int(claimed) == self.rank
+            self._store.add("events", 1)
+        if not first:
+            return
+        text = "".join(traceback.format_exception(error))
+        lines = [f"[rank {self.rank}] {line}" for line in text.splitlines()]
+        _flush()
+        sys.stderr.write("\n".join([f"smp: rank {self.rank} of {self.size} failed", *lines]) + "\n")
+        _flush()
+        self._failure = self._failure or (self.rank, "this rank")
+
+    def abort(self, code: int = 1) -> None:
+        """Ends this process at once and, under mpirun, the job. Does not return."""
+        _flush()
+        time.sleep(0.2)  # launchers read the output of a process that still lives
+        if self._failure is not None and self._failure[0] != self.rank:
+            time.sleep(ABORT_GRACE)
+        if self.world.mpi is not None and not self.world.mpi.Is_finalized():
+            self.world.mpi.COMM_WORLD.Abort(code)
+        os._exit(code)
+
+    def _on_uncaught(self, kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        self.report_failure(error.with_traceback(where))
+        self.abort()
+
+    def _on_thread_uncaught(self, args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
+            self.report_failure(args.exc_value)
+            self.abort()
+
+    def _on_unraisable(self, args: "sys.UnraisableHookArgs") -> None:
+        if args.exc_value is not None and "atexit" in (args.err_msg or ""):
+            self.report_failure(args.exc_value)
+            self.abort()
+        sys.__unraisablehook__(args)
+
+    def _announce_exit(self) -> None:
+        if not self._left:
+            self._left = True
+            self._store.append("exits", f"{self.rank},")
+            self._store.add("events", 1)
+
+    def _at_exit(self) -> None:
+        """Leaves together with the others: a rank that ends early must still push what it sent, and be known as gone."""
+        try:
+            self._announce_exit()
+            deadline = time.monotonic() + self.timeout
+            while len(self._exited) < self.size and self._failure is None:
+                self.progress()
+                time.sleep(0.01)
+                if time.monotonic() > deadline:
+                    late = sorted(set(range(self.size)) - set(self._exited))
+                    self.report_failure(CommError(f"{_ranks(late)} did not exit within {self.timeout:g} s"))
+            if self._failure is not None:
+                self.abort()
+            self._stop.set()
+            if self._thread is not None:
+                self._thread.join()
+            self._close()
+        except Exception as error:
+            self.report_failure(error)
+            self.abort()
+
+    def _close(self) -> None:
+        """Rank 0's process may hold the store, so it goes last."""
+        if self.rank:
+            self._store.add("closed", 1)
+        else:
+            deadline = time.monotonic() + ABORT_GRACE
+            while self._store.add("closed", 0) < self.size - 1 and time.monotonic() < deadline:
+                time.sleep(0.005)
+        if self.world.mpi is not None and self.world.owns_mpi and not self.world.mpi.Is_finalized():
+            self.world.mpi.Finalize()
+
+
+# Text
+
+_LIBRARIES = tuple(
+    os.path.join(path, "")
+    for path in {
+        os.path.dirname(os.path.abspath(__file__)),
+        os.path.dirname(os.path.abspath(os.__file__)),
+        os.path.join(sys.prefix, "lib"),
+    }
+)
+
+
+def _is_library(code: CodeType) -> bool:
+    return code.co_filename.startswith((*_LIBRARIES, "<"))
+
+
+def main_thread_position() -> str:
+    """`train.py:45`: the innermost line of the user's own code that the main thread is in."""
+    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    innermost = frame
+    while frame is not None and _is_library(frame.f_code):
+        frame = frame.f_back
+    frame = frame or innermost
+    if frame is None:
+        return "the end of its program"
+    path = frame.f_code.co_filename
+    short = os.path.relpath(path) if os.path.isabs(path) else path
+    return f"{path if short.startswith('..') else short}:{frame.f_lineno}"
+
+
+def _seen(state: dict[str, Any]) -> str:
+    if not state:
+        return "which has said nothing yet"
+    call = f" in {state['call']}" if state["call"] else ""
+    return f"last seen{call} at {state['where']}"
+
+
+def _list(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {_list(ranks)} have"
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()

@@ -1,0 +1,57 @@
+"""Torch process groups for the grid of ranks, made once per tuple of ranks."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from smp.topology import CommGroup, Topology
+
+# Process groups by their world ranks. They outlive a Runtime: making one is collective and costs milliseconds.
+_cache: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+@dataclass(frozen=True)
+class Group:
+    """The group of one kind that this rank is in.
+
+    Attributes:
+        kind: which kind.
+        ranks: world ranks, ascending.
+        rank: this rank's index in `ranks`.
+        process_group: the torch process group of these ranks.
+    """
+
+    kind: CommGroup
+    ranks: tuple[int, ...]
+    rank: int
+    process_group: dist.ProcessGroup
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+
+def make_groups(topology: Topology, rank: int, timeout: timedelta) -> dict[CommGroup, Group]:
+    """This rank's group of every kind. Collective over the world; every rank makes all groups in the same order."""
+    for kind in CommGroup:
+        for ranks in topology.groups(kind):
+            if ranks not in _cache:
+                _make(ranks, rank, topology.world_size, timeout)
+    groups = {}
+    for kind in CommGroup:
+        mine = topology.group(kind, rank)
+        groups[kind] = Group(kind, mine, topology.rank_in(kind, rank), _cache[mine])
+    return groups
+
+
+def _make(ranks: tuple[int, ...], rank: int, world_size: int, timeout: timedelta) -> None:
+    if len(ranks) == world_size and dist.group.WORLD is not None:
+        _cache[ranks] = dist.group.WORLD
+        return
+    # With local synchronization only members take part, so that groups of one, of which there are many, cost nothing.
+    if rank in ranks:
+        group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+        assert group is not None
+        _cache[ranks] = group
