@@ -1,0 +1,418 @@
+"""The gradient reducer: mean over the data-parallel ranks, overlapped with the backward pass.
+
+A **pass** is one backward over all microbatches of a batch. A **window** is `backward_passes_per_step` passes; the last
+pass of a window is reduced, the others only accumulate.
+
+    IDLE --begin(reduce=False)--> ACCUMULATING --finish--> IDLE         `pending` from here on
+    IDLE --begin(reduce=True)---> REDUCING ------finish--> IDLE
+                                     | a parameter is done: its bucket has one open member less
+                                     | bucket `head` has none left: launch it, go on to the next
+
+Buckets are launched strictly by number on every rank, whatever order parameters become done in, since the ranks'
+collectives must meet. Who says that a parameter is done:
+
+- the pipeline engine, with `mark_done`, from the tape;
+- without a pipeline, hooks on the parameters: one is done when it has received as many gradients in the pass's last
+  microbatch as in the one before. Until that is known, and for parameters that got none, at the end of the pass.
+
+Gradients are means at rest: reducing `old + new`, where `old` is already the same everywhere, leaves `old` as it is.
+For parameters of distributed modules, whose local gradient is the sum over the tensor-parallel group's batches, that
+holds because the missing factor is applied to what arrives, not to what is there (`_scale_arriving`).
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum, auto
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from smp import runtime
+from smp.dp.buckets import Item, assign, completion_order
+from smp.dp.comm_hook import Hook, HookedReduction
+from smp.dp.reduction import MAX_IN_FLIGHT, CopiedReduction, Lane, Reduction, ViewedReduction, transport_dtype, wait
+from smp.dp.uneven import Kind, UnevenInputs
+from smp.errors import StepError, UsageError
+from smp.groups import Group
+
+FIRST_BUCKET_BYTES = 2**20  # small, so that the first reduction starts early
+
+
+class Phase(Enum):
+    IDLE = auto()
+    ACCUMULATING = auto()
+    REDUCING = auto()
+
+
+class Reducer:
+    """Reduces the gradients of `named_parameters`: this stage's, each once, in the same order on all ranks of `dp`.
+
+    A parameter with `_smp_scaled_batch` is summed over `rdp`, the others over `dp`. Both end up as the mean over `dp`
+    of the gradients that each rank's own batch gives; with `prescaled_batch` the ranks of a tensor-parallel group share
+    their batch. `overlap=False` reduces everything at the end of a pass.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Sequence[tuple[str, Parameter]],
+        *,
+        dp: Group,
+        rdp: Group,
+        bucket_cap_mb: float = 25,
+        overlap: bool = True,
+        gradient_as_bucket_view: bool = False,
+        prescaled_batch: bool = False,
+        backward_passes_per_step: int = 1,
+        uneven: UnevenInputs | None = None,
+    ) -> None:
+        self._names = [name for name, _ in named_parameters]
+        self._params = [param for _, param in named_parameters]
+        self._index = {id(param): index for index, param in enumerate(self._params)}
+        self._groups = [rdp if getattr(param, "_smp_scaled_batch", False) else dp for param in self._params]
+        self.dp, self.rdp = dp, rdp
+        self._arriving_scale = 1.0 if prescaled_batch else rdp.size / dp.size
+        self._cap = int(bucket_cap_mb * 2**20)
+        self._overlap = overlap
+        self._as_views = gradient_as_bucket_view
+        self._passes_per_step = backward_passes_per_step
+        self._hook: tuple[Any, Hook] | None = None
+        self.uneven = uneven if uneven is not None else UnevenInputs(dp, rdp)
+        self.uneven.reducer = self
+
+        self._phase = Phase.IDLE
+        self._passes = 0  # of the current window, so far
+        self._pending = False
+        self._sync = True
+        self._driven_by_hooks = False
+        self._in_step = False
+        self._handles: list[list[RemovableHandle]] = [[] for _ in self._params]
+
+        self._order = list(reversed(range(len(self._params))))
+        self._order_is_observed = False
+        self._requires_grad: tuple[bool, ...] | None = None
+        self._buckets: list[Reduction] = []
+        self._bucket_of: dict[int, tuple[int, int]] = {}  # parameter index -> (bucket, member)
+        self._plan_is_agreed = False
+
+        self._head = 0  # the bucket to be launched next
+        self._open: list[int] = []  # members of each bucket that are not done yet
+        self._done: list[bool] = [False] * len(self._params)
+        self._finished: dict[int, None] = {}  # indices by the time at which they became complete, an ordered set
+        self._is_last_microbatch = False
+        self._fires = [0] * len(self._params)
+        self._expected_fires = [0] * len(self._params)
+        self._ends_with_backward = False
+        self.refresh()
+
+    # ---- what the model calls
+
+    @property
+    def pending(self) -> bool:
+        """True while gradients are accumulated that are not reduced yet."""
+        return self._pending
+
+    @property
+    def reduces_next(self) -> bool:
+        """Whether the next pass will be reduced, by `backward_passes_per_step` and `no_sync`."""
+        return self._sync and self._passes + 1 >= self._passes_per_step
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Passes inside only accumulate; the first one after it reduces what is there."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def register_comm_hook(self, state: Any, hook: Hook) -> None:
+        """Lets `hook(state, bucket) -> Future` reduce the buckets of the DP group; those of RDP are not touched.
+
+        `bucket` is a `GradBucket`; the future's value, flat like `bucket.buffer()`, becomes the gradient. Once only.
+        """
+        if self._hook is not None:
+            raise UsageError("register_comm_hook: a hook is registered already; only one is possible")
+        if not callable(hook):
+            raise UsageError(f"register_comm_hook: the hook must be callable as hook(state, bucket), got {hook!r}")
+        assert self._phase is Phase.IDLE
+        self._hook = (state, hook)
+        self._plan()
+
+    def attach(self) -> None:
+        """No pipeline: hooks on the parameters tell what is done, and when passes outside of a step start and end."""
+        self._driven_by_hooks = True
+
+    def refresh(self) -> None:
+        """Call before the forward of every pass. Follows parameters whose `requires_grad` was changed."""
+        if self._ends_with_backward and torch._C._current_graph_task_id() == -1:
+            self.abort()  # the backward raised, so its end was never reached
+        requires_grad = tuple(param.requires_grad for param in self._params)
+        if requires_grad != self._requires_grad:
+            self._requires_grad = requires_grad
+            self._attach_hooks()
+            self._plan()
+
+    def begin(self, reduce: bool | None = None) -> None:
+        """A pass starts: call before its first backward. `reduce=None`: as `reduces_next` says."""
+        self.refresh()
+        reduce = self.reduces_next if reduce is None else reduce
+        if reduce:
+            self.uneven.announce(Kind.REDUCTION)
+        self._start(Phase.REDUCING if reduce else Phase.ACCUMULATING)
+
+    def _start(self, phase: Phase) -> None:
+        assert self._phase is Phase.IDLE, "a pass starts inside of a pass"
+        self._phase = phase
+        self._fires = [0] * len(self._params)
+        self._finished = {}
+        if phase is Phase.REDUCING:
+            self._head = 0
+            self._open = [len(bucket.params) for bucket in self._buckets]
+            self._done = [False] * len(self._params)
+            self._agree_on_plan()
+
+    def mark_done(self, param: Parameter) -> None:
+        """Nothing in this pass can reach `param` any more. Launches what has become complete."""
+        index = self._index.get(id(param))
+        if index is not None:
+            self._finished.setdefault(index)
+            if self._phase is Phase.REDUCING and self._overlap:
+                self._mark_done(index)
+
+    def finish(self) -> None:
+        """The pass ends: if it reduces, every gradient is the mean over its group when this returns."""
+        assert self._phase is not Phase.IDLE, "finish() outside of a pass"
+        if self._phase is Phase.ACCUMULATING:
+            self._passes += 1
+            self._pending = True
+            self._is_last_microbatch = False
+            self._phase = Phase.IDLE
+            return
+        while self._head < len(self._buckets):
+            self._launch_next()
+        for bucket in self._buckets:
+            bucket.complete()
+        self._complete_hooked()
+        self._passes, self._pending = 0, False
+        self._phase = Phase.IDLE
+        if self._is_last_microbatch:
+            self._expected_fires = self._fires
+        self._is_last_microbatch = False
+        if self._overlap and not self._order_is_observed:
+            self._learn_order()
+
+    def flush(self) -> None:
+        """Reduces what earlier passes have accumulated and starts a new window; collective if `pending`."""
+        if self._pending:
+            self.begin(reduce=True)
+            self.finish()
+        self._passes = 0
+
+    def follow(self) -> None:
+        """join: this rank has no more batches and takes part in a reduction of the others, as if all its were zero.
+
+        Gradients of a window that it began and could not end still count.
+        """
+        self.refresh()
+        if not self._pending:
+            self._drop_gradients()
+        self._start(Phase.REDUCING)
+        self.finish()
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for param in self._params:
+            param.grad = None
+
+    def abort(self) -> None:
+        """Leaves a pass that failed; what was launched is waited for and dropped."""
+        for bucket in self._buckets[: self._head] if self._phase is Phase.REDUCING else []:
+            bucket.complete()
+        self._phase = Phase.IDLE
+        self._in_step = self._ends_with_backward = self._is_last_microbatch = False
+        self._passes, self._pending = 0, False
+
+    def detach(self) -> None:
+        """Takes all hooks off the parameters: the end of this reducer."""
+        for handles in self._handles:
+            for handle in handles:
+                handle.remove()
+
+    # ---- without a pipeline
+
+    def open_step(self) -> None:
+        """A step function starts: all backwards until `close_step` are one pass."""
+        self._in_step = True
+
+    def last_microbatch(self) -> None:
+        """The step's last microbatch starts: gradients are final when they have arrived as often as last time."""
+        self._is_last_microbatch = True
+
+    def close_step(self) -> None:
+        """The step function has ended; if there was a backward in it, this is the end of the pass."""
+        self._in_step = False
+        if self._phase is not Phase.IDLE:
+            self.finish()
+        self._is_last_microbatch = False
+
+    def backward_starts(self) -> None:
+        """A backward starts, on this thread: begins a pass if there is none.
+
+        Outside of a step the pass lasts as long as that backward; then this must be called while it runs, in a hook. It
+        is also called for the first gradient that reaches a parameter, but where backwards nest (reentrant checkpoints)
+        that may be in an inner one; a hook on the model's output (`watch`) is always in the outermost.
+        """
+        if self._phase is not Phase.IDLE or self.dp.size == 1:
+            return
+        self.begin()
+        if not self._in_step:
+            self._is_last_microbatch = self._ends_with_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        if self._ends_with_backward:  # False after abort()
+            self._ends_with_backward = False
+            self.finish()
+
+    def watch(self, outputs: Sequence[Tensor]) -> None:
+        """A backward that reaches one of the model's `outputs` begins a pass."""
+        if self.dp.size > 1:
+            for output in outputs:
+                if output.requires_grad and not output.is_leaf:
+                    output.register_hook(lambda grad: self.backward_starts())
+
+    # ---- buckets
+
+    def _plan(self) -> None:
+        """Cuts the parameters that can get a gradient into buckets, in the order in which they become complete."""
+        items = []
+        for index, param in enumerate(self._params):
+            hooked = self._hook is not None and self._groups[index] is self.dp
+            dtype = param.dtype.to_real() if hooked else transport_dtype(param.dtype)
+            kind = (self._groups[index].kind, param.dtype, param.device)
+            items.append(Item(kind, param.numel() * (2 if param.is_complex() else 1), dtype.itemsize))
+        live = [i for i in self._order if self._params[i].requires_grad and self._groups[i].size > 1]
+        lanes: dict[tuple[torch.dtype, torch.device], Lane] = {}
+        self._buckets, self._bucket_of, self._plan_is_agreed = [], {}, False
+        for bucket in assign(items, live, self._cap, FIRST_BUCKET_BYTES):
+            self._bucket_of |= {index: (len(self._buckets), member) for member, index in enumerate(bucket.members)}
+            named = [(self._names[index], self._params[index]) for index in bucket.members]
+            group = self._groups[bucket.members[0]]
+            number = len(self._buckets)
+            if self._hook is not None and group is self.dp:
+                state, hook = self._hook
+                self._buckets.append(HookedReduction(number, bucket, named, group, hook, state))
+                continue
+            param = named[0][1]
+            dtype = transport_dtype(param.dtype)
+            if (dtype, param.device) not in lanes:
+                lanes[dtype, param.device] = Lane(dtype, param.device, MAX_IN_FLIGHT if dtype == param.dtype else 1)
+            form = ViewedReduction if self._as_views else CopiedReduction
+            self._buckets.append(form(number, bucket, named, group, lanes[dtype, param.device]))
+        hooked_buckets = [bucket for bucket in self._buckets if isinstance(bucket, HookedReduction)]
+        for number, hooked_bucket in enumerate(hooked_buckets):
+            hooked_bucket.hook_index = number
+            hooked_bucket.is_last = number == len(hooked_buckets) - 1
+
+    def _agree_on_plan(self) -> None:
+        """Once for each plan: ranks that would reduce different buckets are told so instead of mixing them up."""
+        if self._plan_is_agreed or self.dp.size == 1:
+            return
+        self._plan_is_agreed = True
+        content = repr([(b.names, b.bucket.offsets, b.bucket.numel, str(b.params[0].dtype)) for b in self._buckets])
+        mine = int.from_bytes(hashlib.sha256(content.encode()).digest()[:7], "big")
+        largest = self._small([mine, -mine])
+        dist_work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.dp.process_group, async_op=True)
+        wait(dist_work, "agreement on gradient buckets", self.dp)
+        high, negated_low = largest.tolist()
+        if high != -negated_low:
+            raise StepError(
+                f"the ranks {list(self.dp.ranks)} of one data-parallel group do not hold the same trainable parameters "
+                f"(this rank has {len(self._bucket_of)} in {len(self._buckets)} buckets): names, order, shapes, "
+                "dtypes and requires_grad must be equal on all of them"
+            )
+
+    def _learn_order(self) -> None:
+        """Cuts buckets anew, by the order in which rank 0 of the DP group saw parameters become complete."""
+        if self.dp.size == 1:
+            return
+        order = completion_order(list(self._finished), len(self._params))
+        message = self._small([len(self._finished), *order])
+        work = dist.broadcast(message, self.dp.ranks[0], group=self.dp.process_group, async_op=True)
+        wait(work, "agreement on the order of gradient buckets", self.dp)
+        num_observed, *order = message.tolist()
+        if num_observed:  # a flush sees nothing: ask again after the next pass
+            self._order_is_observed = True
+            if order != self._order:
+                self._order = order
+                self._plan()
+
+    def _small(self, values: list[int]) -> Tensor:
+        device = self._params[0].device if self._params else runtime.get().device
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    def _mark_done(self, index: int) -> None:
+        if self._done[index] or index not in self._bucket_of:
+            return
+        self._done[index] = True
+        self._open[self._bucket_of[index][0]] -= 1
+        while self._head < len(self._buckets) and self._open[self._head] == 0:
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        bucket = self._buckets[self._head]
+        self._head += 1
+        bucket.launch(self.uneven.scale(bucket.group))
+
+    def _complete_hooked(self) -> None:
+        """Waits for all hooks, agrees on which members have a gradient anywhere, and writes the results."""
+        hooked = [bucket for bucket in self._buckets if isinstance(bucket, HookedReduction)]
+        if not hooked:
+            return
+        results = [bucket.wait() for bucket in hooked]
+        flags = self._small([int(present) for bucket in hooked for present in bucket.present()])
+        work = dist.all_reduce(flags, group=self.dp.process_group, async_op=True)
+        wait(work, "agreement on unused parameters", self.dp)
+        for bucket, result, part in zip(hooked, results, flags.split([len(bucket.params) for bucket in hooked])):
+            bucket.write_results(result, part)
+
+    # ---- hooks on parameters
+
+    def _attach_hooks(self) -> None:
+        for index, param in enumerate(self._params):
+            if param.requires_grad and not self._handles[index] and self.dp.size > 1:
+                self._handles[index].append(param.register_post_accumulate_grad_hook(partial(self._on_gradient, index)))
+                if self._groups[index] is self.rdp and self._arriving_scale != 1.0:
+                    self._handles[index].append(param.register_hook(self._scale_arriving))
+
+    def _scale_arriving(self, grad: Tensor) -> Tensor:
+        """Turns the sum over the tensor-parallel group's batches into their mean, before it meets what is there."""
+        return grad * self._arriving_scale
+
+    def _on_gradient(self, index: int, param: Tensor) -> None:
+        """`param.grad` has just received a gradient."""
+        if self._phase is Phase.IDLE:
+            if not self._driven_by_hooks:
+                return
+            self.backward_starts()
+        if index not in self._bucket_of:
+            return
+        bucket, member = self._bucket_of[index]
+        if self._phase is Phase.REDUCING and bucket < self._head:
+            raise StepError(
+                f"{self._names[index]} received a gradient after its bucket had been reduced: the program has changed "
+                "since the pass before. Use DistributedModel(..., overlapping_allreduce=False) for such a model"
+            )
+        self._buckets[bucket].adopt(member)
+        if self._is_last_microbatch and self._driven_by_hooks:
+            self._fires[index] += 1
+            self._finished.pop(index, None)
+            self._finished[index] = None  # now the last one
+            if self._phase is Phase.REDUCING and self._overlap and self._fires[index] == self._expected_fires[index]:
+                self._mark_done(index)
