@@ -21,6 +21,7 @@ _EXPORTS: dict[str, str] = {
         "smp.runtime",
     ),
     **dict.fromkeys(["CommGroup", "RankType"], "smp.topology"),
+    "state": "smp.state_mod",
     **dict.fromkeys(
         [
             *["WORLD", "MP_GROUP", "DP_GROUP", "PP_GROUP", "TP_GROUP", "RDP_GROUP"],

@@ -123,6 +123,8 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     assert resolved is not None
     _runtime = _build(resolved, world, monitor)
     log.info_rank0("%s", resolved.describe())
+    for text in resolved.warnings():
+        log.warn_rank0("%s", text)
 
 
 def _start_world() -> tuple[World, Monitor]:

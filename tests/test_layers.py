@@ -9,7 +9,9 @@ import smp
 # counts. Modules of one entry may import each other as long as no circle arises.
 LAYERS = """
     errors log topology config
-    bootstrap failures groups runtime state_mod
+    bootstrap failures groups
+    comm.transport comm.mpi comm.gloo
+    runtime state_mod
     rng nested
     comm
     activation
