@@ -307,7 +307,7 @@ class Monitor:
             self._store.add("events", 1)
 
     def _at_exit(self) -> None:
-        """Leaves together with the others: a rank that ends early must still push what it sent, and be known as gone."""
+        """Leaves together with the others: a rank that ends early must push what it sent, and be known as gone."""
         try:
             self._announce_exit()
             deadline = time.monotonic() + self.timeout

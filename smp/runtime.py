@@ -146,6 +146,7 @@ def _build(config: Config, world: World, monitor: Monitor) -> Runtime:
         monitor.progress = _transport.progress
     topology = Topology.from_config(config, world.size)
     groups = make_groups(topology, world.rank, timeout)
+    _transport.prepare(list(groups.values()))
     return Runtime(config, topology, world, groups, _transport, monitor)
 
 

@@ -169,15 +169,17 @@ class MpiTransport(Transport):
         self.monitor.wait(request.Test, call, [source])
         return data
 
+    def prepare(self, groups: Sequence[Group]) -> None:
+        everyone = self._mpi.COMM_WORLD
+        for group in groups:
+            if group.ranks not in self._group_comms:
+                members = everyone.Get_group().Incl(list(group.ranks))
+                pair = (everyone.Create_group(members, 1), everyone.Create_group(members, 2))
+                self._group_comms[group.ranks] = pair
+
     def _comm_pair(self, group: Group) -> tuple[Any, Any]:
         """Communicators of a group: for tensors, and for objects and barriers."""
-        pair = self._group_comms.get(group.ranks)
-        if pair is None:
-            everyone = self._mpi.COMM_WORLD
-            members = everyone.Get_group().Incl(list(group.ranks))
-            pair = (everyone.Create_group(members, 1), everyone.Create_group(members, 2))
-            self._group_comms[group.ranks] = pair
-        return pair
+        return self._group_comms[group.ranks]
 
     def comm(self, group: Group) -> Any:
         return self._comm_pair(group)[0]
@@ -221,6 +223,10 @@ class MpiTransport(Transport):
 
     def idle(self) -> bool:
         return not (self.progress() or self._receives or self._discarded)
+
+    def unexpected(self) -> bool:
+        anyone, any_tag = self._mpi.ANY_SOURCE, self._mpi.ANY_TAG
+        return any(comm.Iprobe(anyone, any_tag) for comms in self._comms.values() for comm in comms)
 
 
 def _offsets(sizes: list[int]) -> list[int]:

@@ -107,6 +107,9 @@ class Transport(ABC):
 
     # Groups
 
+    def prepare(self, groups: Sequence[Group]) -> None:
+        """Makes what messages in these groups need. Every rank calls it with its groups of all kinds in one order."""
+
     def broadcast_object(self, obj: Any, group: Group, source: int, call: str | None = None) -> Any:
         """The object of world rank `source`, on every member. Collective over the group; others pass anything."""
         tag = group_tag(group.ranks, 0)
@@ -143,6 +146,10 @@ class Transport(ABC):
     @abstractmethod
     def idle(self) -> bool:
         """Whether no message that this rank started is outstanding (tests)."""
+
+    def unexpected(self) -> bool:
+        """Whether messages have arrived that nobody has asked for (tests); False where that cannot be known."""
+        return False
 
 
 def group_tag(ranks: Sequence[int], salt: int) -> int:
