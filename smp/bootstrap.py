@@ -10,8 +10,9 @@ can start on one host. This is the one place that knows devices and launchers.
 
 import os
 import socket
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
@@ -74,6 +75,7 @@ class World:
         side_store: a second connection to it, so that the monitor never waits behind the main thread.
         mpi: the module mpi4py.MPI under mpirun, else None.
         owns_mpi: whether smp initialised MPI, and so has to finalise it.
+        entries: collective entries made so far, by ranks (comm/entry.py); they number keys of the store.
     """
 
     rank: int
@@ -86,6 +88,7 @@ class World:
     side_store: dist.Store
     mpi: Any = None
     owns_mpi: bool = False
+    entries: Counter[tuple[int, ...]] = field(default_factory=Counter)
 
     @classmethod
     def start(cls) -> "World":
@@ -140,7 +143,7 @@ def _connect(me: Identity, mpi: Any) -> tuple[dist.Store, dist.Store]:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a restarted job meets its predecessor's keys
     if dist.is_initialized():
         base = dist.distributed_c10d._get_default_store()
-        return dist.PrefixStore(f"smp/{attempt}", base), dist.PrefixStore(f"smp/{attempt}", base.clone())
+        return dist.PrefixStore(f"smp/{attempt}", base), dist.PrefixStore(f"smp/{attempt}", base.clone())  # type: ignore[attr-defined]
     host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
     serve = me.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     first = open_store(host, port) if serve else _client(host, port)

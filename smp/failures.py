@@ -223,8 +223,8 @@ class Monitor:
             if rank != self.rank:
                 self._learn_failure(rank, self._store.get("failure").decode())
         if self._store.check(["exits"]):
-            for rank in self._store.get("exits").decode().split(",")[:-1]:
-                self._exited.setdefault(int(rank), time.monotonic())
+            for gone in self._store.get("exits").decode().split(",")[:-1]:
+                self._exited.setdefault(int(gone), time.monotonic())
 
     def _learn_failure(self, rank: int, what: str) -> None:
         self._failure_seen = time.monotonic()
@@ -303,7 +303,7 @@ class Monitor:
     def _announce_exit(self) -> None:
         if not self._left:
             self._left = True
-            self._store.append("exits", f"{self.rank},")
+            self._store.append("exits", f"{self.rank},")  # type: ignore[attr-defined]
             self._store.add("events", 1)
 
     def _at_exit(self) -> None:

@@ -109,6 +109,7 @@ class Transport(ABC):
 
     def prepare(self, groups: Sequence[Group]) -> None:
         """Makes what messages in these groups need. Every rank calls it with its groups of all kinds in one order."""
+        _ = groups  # nothing, unless the transport overrides this
 
     def broadcast_object(self, obj: Any, group: Group, source: int, call: str | None = None) -> Any:
         """The object of world rank `source`, on every member. Collective over the group; others pass anything."""
@@ -235,7 +236,7 @@ class _Pickler(pickle.Pickler):
         if obj.is_meta:
             return NotImplemented
         flat = sendable(obj).reshape(-1).view(torch.uint8) if obj.numel() else torch.empty(0, dtype=torch.uint8)
-        data = pickle.PickleBuffer(flat.numpy())
+        data: Any = pickle.PickleBuffer(flat.numpy())  # type: ignore[arg-type]
         device = obj.device.type
         return _rebuild, (type(obj) is Tensor, data, obj.dtype, tuple(obj.shape), obj.requires_grad, device)
 
