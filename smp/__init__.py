@@ -31,6 +31,8 @@ _EXPORTS: dict[str, str] = {
         ],
         "smp.comm.objects",
     ),
+    "clip_grad_norm_": "smp.grad_norm",
+    "DistributedOptimizer": "smp.optimizer",
     **dict.fromkeys(["save", "load"], "smp.checkpoint.partial"),
 }
 

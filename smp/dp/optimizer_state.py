@@ -1,0 +1,254 @@
+"""Optimizer state of a model spread over ranks: named, gathered into the whole, and taken apart again.
+
+torch keys optimizer state by position, and positions differ by rank once each rank holds its own stage only. So in
+between everything goes by the parameter's name in the user's module:
+
+    this rank's optimizer      {0: {exp_avg}, 1: ..}                    positions on this rank
+        <-> entries            {"layers.3.weight": {exp_avg}}           this rank's parts
+        <-> whole entries      {"layers.0.weight": ..., all of them}    merged over tp, gathered over stages
+        <-> full state dict    {0: .., 57: ..}                          positions in the whole model's optimizer
+
+A **layout** is the names of a whole optimizer's parameters, group by group, in order.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from smp.comm.entry import raise_alike
+from smp.errors import CheckpointError
+from smp.runtime import Runtime
+from smp.topology import CommGroup
+
+PARTIAL_KEY = "_smp_is_partial"
+NAMES_KEY = "_smp_param_names"
+
+Layout = list[list[str]]
+Entries = dict[str, dict[str, Any]]
+
+
+def merge_layouts(layouts: Sequence[Layout], module_order: Sequence[str]) -> Layout:
+    """The whole optimizer's layout from what each rank of a replica knows.
+
+    A rank whose optimizer was made from all parameters of the model knows it, order included; where every optimizer
+    was made from its stage's parameters, their union in the module's order is what one process would have had.
+    """
+    place = {name: number for number, name in enumerate(module_order)}
+    merged: Layout = []
+    for number in range(max((len(layout) for layout in layouts), default=0)):
+        groups = [layout[number] for layout in layouts if number < len(layout)]
+        union = dict.fromkeys(name for group in groups for name in group)
+        whole = next((group for group in groups if len(group) == len(union)), None)
+        merged.append(list(whole) if whole is not None else sorted(union, key=lambda name: place.get(name, len(place))))
+    return merged
+
+
+def full_groups(optimizer: Optimizer, layout: Layout) -> list[dict[str, Any]]:
+    """The `param_groups` of a full state dict: options of `optimizer`'s groups, positions by `layout`."""
+    groups, start = [], 0
+    for group, names in zip(optimizer.param_groups, layout):
+        full = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        if "param_names" in group:
+            full["param_names"] = list(names)
+        full["params"] = list(range(start, start + len(names)))
+        groups.append(full)
+        start += len(names)
+    return groups
+
+
+def gather(rt: Runtime, optimizer: Optimizer, names: Mapping[int, str], layout: Layout) -> dict[int, dict[str, Any]]:
+    """The whole state by full position, in host memory, on every rank of the mp group, which all call this.
+
+    `names`: id of a parameter on this rank -> its name. Goes parameter by parameter, so that nobody holds more than
+    the result and one parameter's state.
+    """
+    group = rt.group(CommGroup.MP_GROUP)
+    local = {names[id(param)]: param for entry in optimizer.param_groups for param in entry["params"]}
+    whole: dict[int, dict[str, Any]] = {}
+    error: Exception | None = None
+    for position, name in enumerate(name for names_of_group in layout for name in names_of_group):
+        param = local.get(name)
+        state = optimizer.state.get(param) if param is not None else None
+        mine = None
+        if param is not None and state:
+            mine = (rt.tp_rank, getattr(param, "_smp_shard", None), tuple(param.shape), state)
+        parts = rt.transport.all_gather_object(mine, group) if group.size > 1 else [mine]
+        held = sorted((part for part in parts if part is not None), key=lambda part: part[0])
+        if held:
+            try:
+                whole[position] = _merge(name, held)
+            except CheckpointError as problem:
+                error = error or problem
+    raise_alike(rt, group, error)
+    return whole
+
+
+def _merge(name: str, parts: Sequence[tuple[int, Any, tuple[int, ...], dict[str, Any]]]) -> dict[str, Any]:
+    """One parameter's whole state from (tp rank, ShardSpec or None, local shape, state), ascending by rank."""
+    _, spec, _, first = parts[0]
+    merged = {}
+    for key, value in first.items():
+        if spec is not None and isinstance(value, Tensor) and value.dim() > 0:
+            wrong = [tuple(state[key].shape) for _, _, shape, state in parts if tuple(state[key].shape) != shape]
+            if wrong:
+                raise CheckpointError(
+                    f"optimizer state {key!r} of the distributed parameter {name} has shape {list(wrong[0])}, which is "
+                    "not the parameter's: how to merge it is not known. Use smp.save(partial=True)"
+                )
+            value = spec.merge([state[key] for _, _, _, state in parts[: spec.num_parts]])
+        merged[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+    return merged
+
+
+def take_local(
+    optimizer: Optimizer, names: Mapping[int, str], groups: Sequence[Mapping[str, Any]], entries: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A state dict that `optimizer.load_state_dict` takes: options from `groups`, state from `entries` by name."""
+    state, packed, start = {}, [], 0
+    for group, saved in zip(optimizer.param_groups, groups):
+        options = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
+        packed.append({**options, "params": list(range(start, start + len(group["params"])))})
+        for position, param in enumerate(group["params"], start):
+            if (entry := entries.get(names[id(param)])) is not None:
+                state[position] = entry
+        start += len(group["params"])
+    return {"state": state, "param_groups": packed}
+
+
+def split_full(
+    optimizer: Optimizer, names: Mapping[int, str], layout: Layout, state_dict: Mapping[str, Any]
+) -> dict[str, Any]:
+    """This rank's part of a full state dict, as one that `optimizer.load_state_dict` takes.
+
+    Raises:
+        CheckpointError: its groups do not have as many parameters as `layout`.
+    """
+    saved = state_dict["param_groups"]
+    lengths, expected = [len(group["params"]) for group in saved], [len(group) for group in layout]
+    if lengths != expected:
+        raise CheckpointError(
+            f"the full optimizer state has parameter groups of {lengths} parameters, the model's optimizer has "
+            f"{expected}: it was saved from another model or another grouping"
+        )
+    position_of = {
+        name: position for group, names_of in zip(saved, layout) for position, name in zip(group["params"], names_of)
+    }
+    entries: Entries = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            name = names[id(param)]
+            state = state_dict["state"].get(position_of[name])
+            if state is not None:
+                entries[name] = _split(param, state)
+    return take_local(optimizer, names, saved, entries)
+
+
+def _split(param: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+    spec = getattr(param, "_smp_shard", None)
+    if spec is None:
+        return dict(state)
+    whole = tuple(spec.global_shape)
+    return {
+        # a copy, or the part would keep the whole alive
+        key: spec.split(value).clone() if isinstance(value, Tensor) and tuple(value.shape) == whole else value
+        for key, value in state.items()
+    }
+
+
+def partial_state_dict(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """This rank's optimizer's own state dict, marked as partial, with the names behind its positions."""
+    state_dict = optimizer.state_dict()
+    state_dict[NAMES_KEY] = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+    state_dict[PARTIAL_KEY] = True
+    return state_dict
+
+
+def split_partial(
+    rt: Runtime, optimizer: Optimizer, names: Mapping[int, str], state_dict: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What this rank needs of the partial state dicts that the ranks of its pp group hold; the mp group calls this.
+
+    Parameters may have been on another stage when they were saved: their state comes from there.
+
+    Raises:
+        CheckpointError: no rank has a parameter that this one needs, or its part has another shape; on all ranks.
+    """
+    group = rt.group(CommGroup.PP_GROUP)
+    known = agree(rt, lambda: _by_name(optimizer, names, state_dict))
+    needed = {names[id(param)]: param for entry in optimizer.param_groups for param in entry["params"]}
+    if group.size > 1:
+        strays = {name: state for name, state in known.items() if name not in needed}
+        for others in rt.transport.all_gather_object(strays, group):
+            known |= {name: state for name, state in others.items() if name in needed}
+
+    def checked() -> dict[str, Any]:
+        if missing := [name for name in needed if name not in known]:
+            raise CheckpointError(
+                f"the partial optimizer state has nothing about {missing[0]} (and {len(missing) - 1} more) of this "
+                "stage: it was saved from another model, or with other degrees"
+            )
+        for name, param in needed.items():
+            for key, value in known[name].items():
+                if isinstance(value, Tensor) and value.dim() == param.dim() > 0 and value.shape != param.shape:
+                    raise CheckpointError(
+                        f"the partial optimizer state {key!r} of {name} has shape {list(value.shape)}, the parameter's "
+                        f"part on this rank has {list(param.shape)}: it was saved with other degrees"
+                    )
+        return take_local(optimizer, names, state_dict["param_groups"], known)
+
+    return agree(rt, checked)
+
+
+def _by_name(optimizer: Optimizer, names: Mapping[int, str], state_dict: Mapping[str, Any]) -> Entries:
+    """The state in a partial state dict by parameter name; empty for a parameter that was never updated."""
+    groups = state_dict["param_groups"]
+    if len(groups) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"the partial optimizer state has {len(groups)} parameter groups, the optimizer has "
+            f"{len(optimizer.param_groups)}"
+        )
+    saved_names: Layout = state_dict.get(NAMES_KEY) or _names_by_position(optimizer, names, state_dict)
+    return {
+        name: state_dict["state"].get(position, {})
+        for saved, names_of_group in zip(groups, saved_names)
+        for position, name in zip(saved["params"], names_of_group)
+    }
+
+
+def _names_by_position(optimizer: Optimizer, names: Mapping[int, str], state_dict: Mapping[str, Any]) -> Layout:
+    """For a partial state dict without names: it must be this rank's, parameter by parameter."""
+    mine = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+    lengths = [len(group["params"]) for group in state_dict["param_groups"]]
+    if lengths != [len(group) for group in mine]:
+        raise CheckpointError(
+            f"the partial optimizer state has parameter groups of {lengths} parameters, this rank's optimizer has "
+            f"{[len(group) for group in mine]}"
+        )
+    return mine
+
+
+def agree(rt: Runtime, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `make` gives; when it raises a CheckpointError on one rank of the mp group, all of them raise it."""
+    result: dict[str, Any] = {}
+    error: Exception | None = None
+    try:
+        result = make()
+    except (CheckpointError, KeyError, TypeError) as problem:
+        is_ours = isinstance(problem, CheckpointError)
+        error = problem if is_ours else CheckpointError(f"not an optimizer's state dict: {problem!r}")
+    raise_alike(rt, rt.group(CommGroup.MP_GROUP), error)
+    return result
+
+
+def drop_parameters(optimizer: Optimizer, keep: Callable[[Tensor], bool]) -> None:
+    """Takes parameters out of the groups, in place, and their state with them. Groups stay, also when empty."""
+    for group in optimizer.param_groups:
+        kept = [keep(param) for param in group["params"]]
+        for param, stays in zip(group["params"], kept):
+            if not stays:
+                optimizer.state.pop(param, None)
+        for key in ("params", "param_names"):
+            if key in group:
+                group[key][:] = [item for item, stays in zip(group[key], kept) if stays]

@@ -1,0 +1,192 @@
+"""The norm of a whole model's gradient, though each rank holds only a part of it, and clipping by it.
+
+Every logical parameter counts once:
+
+    parameter                       lies on                               counted by
+    whole                           all tp ranks of its stage, equal      tp_rank 0
+    distributed (`_smp_shard`)      one part on each tp rank              each rank its part
+    of another stage                that stage's ranks                    those
+
+The sum runs over the mp group, one whole replica. Replicas hold equal gradients once these are reduced, so they all
+find the same norm.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.utils import clip_grad
+
+from smp import runtime
+from smp.errors import UsageError
+from smp.runtime import Runtime
+from smp.topology import CommGroup
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scales gradients in place so that the norm of all `parameters`, over the whole model, is at most `max_norm`.
+
+    Like `torch.nn.utils.clip_grad_norm_`, but `parameters` are this rank's part (`model.parameters()`), possibly none.
+    Collective over the mp group: all ranks of a model replica call it. Gradients that `backward_passes_per_step` left
+    unreduced are reduced first, which is collective over the DP group too.
+
+    Returns:
+        The norm before clipping, the same on every rank.
+
+    Raises:
+        UsageError: parameters that are not the DistributedModel's.
+        RuntimeError: `error_if_nonfinite` and the norm is not finite.
+    """
+    rt = runtime.get()
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    flush(rt)
+    own = _own_parameters(rt)
+    foreign = [param for param in params if id(param) not in own and param.grad is not None]
+    if foreign and rt.mp_size > 1:
+        raise UsageError(
+            f"clip_grad_norm_: {len(foreign)} of {len(params)} parameters are not the DistributedModel's on this "
+            "rank; pass model.parameters() or some of it"
+        )
+    entries = [(param, param.grad) for param in params if param.grad is not None]
+    total = global_norm(rt, entries, norm_type, error_if_nonfinite)
+    clip_grad._clip_grads_with_norm_(params, max_norm, total, foreach)
+    return total
+
+
+@torch.no_grad()
+def global_norm(
+    rt: Runtime, entries: Sequence[tuple[Tensor, Tensor]], norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    """The norm of gradients over one model replica; collective over the mp group, entries may be none.
+
+    `entries`: (parameter, gradient) on this rank; the parameter tells how the gradient counts. Half precision is
+    summed in float32. Returns a scalar, float64 if this rank has a gradient in float64, else float32, on the
+    runtime's device.
+    """
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type is {norm_type}: a positive number or inf is needed")
+    whole = [grad for param, grad in entries if _shard(param) is None]
+    weighted = [(_norm(rt, whole, norm_type), 1.0 if rt.tp_rank == 0 else 0.0)]
+    for num_parts in sorted({_shard(param).num_parts for param, _ in entries if _shard(param) is not None}):
+        parts = [grad for param, grad in entries if (spec := _shard(param)) is not None and spec.num_parts == num_parts]
+        # A parameter cut into fewer parts than there are tp ranks (key/value heads) lies on several of them.
+        weighted.append((_norm(rt, parts, norm_type), num_parts / rt.tp_size))
+    if math.isinf(norm_type):
+        largest = torch.stack([norm for norm, _ in weighted]).amax()
+        # The maximum of gloo may lose a NaN, so it travels beside the number.
+        message = torch.stack([largest.nan_to_num(posinf=math.inf), largest.isnan().to(largest.dtype)])
+        largest, is_nan = _reduce(rt, message, dist.ReduceOp.MAX)
+        total = torch.where(is_nan > 0, math.nan, largest)
+    else:
+        powers = torch.stack([weight * norm.pow(norm_type) for norm, weight in weighted if weight > 0]).sum(0, True)
+        total = _reduce(rt, powers, dist.ReduceOp.SUM)[0].pow(1.0 / norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"The total norm of order {norm_type} of the whole model's gradients is {total.item()}, so it cannot be "
+            "clipped. To scale the gradients by it anyway, set `error_if_nonfinite=False`"
+        )
+    in_double = any(grad.dtype in (torch.float64, torch.complex128) for _, grad in entries)
+    return total if in_double else total.float()
+
+
+def flush(rt: Runtime) -> None:
+    """Reduces what the passes of a short accumulation window have left unreduced."""
+    reducer = getattr(rt.model, "reducer", None)
+    if reducer is not None:
+        reducer.flush()
+
+
+def intercept_torch() -> None:
+    """Makes torch's own `clip_grad_norm_` and `get_total_norm` global for gradients of the DistributedModel."""
+    original = clip_grad._get_total_norm
+    if getattr(original, "_smp_original", None) is None:
+        patched = _intercepted(original)
+        clip_grad._get_total_norm = patched
+        torch.nn.utils.get_total_norm = patched
+
+
+def _intercepted(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def get_total_norm(
+        tensors: Tensor | Iterable[Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        rt = runtime.get() if runtime.is_initialized() else None
+        entries = _entries_of(rt, tensors) if rt is not None and rt.model is not None else None
+        if rt is None or entries is None:
+            return original(tensors, norm_type, error_if_nonfinite, foreach)
+        return global_norm(rt, entries, norm_type, error_if_nonfinite)
+
+    get_total_norm._smp_original = original  # type: ignore[attr-defined]
+    return get_total_norm
+
+
+def _entries_of(rt: Runtime, grads: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]] | None:
+    """(parameter, gradient) for the gradients that torch's clipping was given; None: it is not about our model.
+
+    No gradient at all, with a model spread over several ranks, is taken for a stage without parameters.
+    """
+    given = {id(grad) for grad in grads}
+    before = [param for param in _own_parameters(rt).values() if param.grad is not None]
+    chosen = [param for param in before if id(param.grad) in given]
+    if len(chosen) < len(grads):
+        if not chosen or rt.mp_size == 1:
+            return None
+        raise UsageError(
+            f"clipping: {len(grads) - len(chosen)} of {len(grads)} gradients do not belong to the DistributedModel on "
+            "this rank, so a common norm is not defined; clip them in a call of their own"
+        )
+    if not grads and rt.mp_size == 1:
+        return None
+    flush(rt)
+    if len(chosen) == len(before):  # all that there were: also those which only other replicas had
+        chosen = [param for param in _own_parameters(rt).values() if param.grad is not None]
+    return [(param, param.grad) for param in chosen if param.grad is not None]
+
+
+def _own_parameters(rt: Runtime) -> dict[int, Parameter]:
+    if rt.model is None:
+        raise UsageError("clipping needs the DistributedModel: make it first")
+    return {id(param): param for param in rt.model.local_parameters()}
+
+
+def _shard(param: Tensor) -> Any:
+    """The parameter's ShardSpec, None when it is whole."""
+    return getattr(param, "_smp_shard", None)
+
+
+def _norm(rt: Runtime, grads: Sequence[Tensor], norm_type: float) -> Tensor:
+    """The norm of some of this rank's gradients, as a float64 scalar."""
+    norms: list[Tensor] = []
+    for dtype in {grad.dtype for grad in grads}:
+        members = [grad for grad in grads if grad.dtype == dtype and grad.numel() > 0]
+        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
+        norms += torch._foreach_norm(members, norm_type, dtype=wide) if members else []
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=rt.device)
+    stacked = torch.stack([norm.to(rt.device, torch.float64) for norm in norms])
+    return torch.linalg.vector_norm(stacked, norm_type)
+
+
+def _reduce(rt: Runtime, message: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+    group = rt.group(CommGroup.MP_GROUP)
+    if group.size > 1:
+        work = dist.all_reduce(message, op, group=group.process_group, async_op=True)
+        with rt.monitor.blocking("norm of all gradients", group.ranks):
+            work.wait()
+    return message
