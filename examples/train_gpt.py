@@ -306,7 +306,7 @@ def train(args: argparse.Namespace) -> None:
             print(f"A sample:\n{written}", flush=True)
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--tensor", type=int, default=1, metavar="N", help="tensor parallel degree")
@@ -331,7 +331,7 @@ def parse() -> argparse.Namespace:
     add("--resume", action="store_true", help="go on from the newest checkpoint under --out")
     add("--resume-step", type=int, metavar="STEP", help="go on from this checkpoint instead")
     add("--sample", type=int, default=0, metavar="BYTES", help="length of the text written at the end")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def main() -> None:
