@@ -85,6 +85,7 @@ class Monitor:
         self._published: str | None = None
         self._published_at = 0.0
         self._left = False
+        self._reported = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -180,12 +181,17 @@ class Monitor:
         """Installs the hooks and starts the thread. In a world of one there is nobody to tell."""
         if self.size == 1:
             return
-        sys.excepthook = self._on_uncaught
-        threading.excepthook = self._on_thread_uncaught
-        sys.unraisablehook = self._on_unraisable
+        self.install_hooks()
         atexit.register(self._at_exit)
         self._thread = threading.Thread(target=self._run, name="smp-monitor", daemon=True)
         self._thread.start()
+
+    def install_hooks(self) -> None:
+        """Makes uncaught exceptions ours. Again after torch.distributed has started, which wraps sys.excepthook."""
+        if self.size > 1:
+            sys.excepthook = self._on_uncaught
+            threading.excepthook = self._on_thread_uncaught
+            sys.unraisablehook = self._on_unraisable
 
     def _run(self) -> None:
         lost_since: float | None = None
@@ -256,8 +262,9 @@ class Monitor:
 
     def report_failure(self, error: BaseException) -> None:
         """Tells all ranks that this one failed. The first rank to do so prints its traceback, the others are silent."""
-        if self.size == 1:
+        if self.size == 1 or self._reported:
             return
+        self._reported = True
         first = True
         with suppress(Exception):  # a store that is gone cannot arbitrate
             what = f"{type(error).__name__}: {error}".splitlines()[0][:500]

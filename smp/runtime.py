@@ -101,30 +101,30 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     global _runtime
     if _runtime is not None and config is None:
         return
-    problem: ConfigError | None = None
-    resolved: Config | None = None
-    try:
-        resolved = resolve(config)
-    except ConfigError as error:
-        problem = error
+    world, monitor = _start_world()
+    resolved, problem = _resolve(config, world.size)
     if _runtime is not None:
         if problem is not None:
             raise problem
         if resolved != _runtime.config:
             raise ConfigError(_second_init(_runtime.config, resolved))
         return
-    world, monitor = _start_world()
-    if problem is None and resolved is not None:
-        try:
-            resolved.check_world(world.size)
-        except ConfigError as error:
-            problem = error
     _agree(world, monitor, resolved, problem)
     assert resolved is not None
     _runtime = _build(resolved, world, monitor)
     log.info_rank0("%s", resolved.describe())
     for text in resolved.warnings():
         log.warn_rank0("%s", text)
+
+
+def _resolve(config: Mapping[str, Any] | None, world_size: int) -> tuple[Config | None, ConfigError | None]:
+    """The configuration, or what is wrong with it."""
+    try:
+        resolved = resolve(config)
+        resolved.check_world(world_size)
+    except ConfigError as error:
+        return None, error
+    return resolved, None
 
 
 def _start_world() -> tuple[World, Monitor]:
@@ -141,6 +141,7 @@ def _build(config: Config, world: World, monitor: Monitor) -> Runtime:
     global _transport
     timeout = timedelta(seconds=monitor.timeout + 60)  # the monitor speaks first, and says more
     bootstrap.start_torch_distributed(world, config.ddp_port, config.ddp_dist_backend, timeout)
+    monitor.install_hooks()
     if _transport is None:
         _transport = MpiTransport(world, monitor) if world.mpi is not None else GlooTransport(world, monitor)
         monitor.progress = _transport.progress
