@@ -8,7 +8,7 @@ import smp
 # Lowest layer first. An entry stands for a module, or for a package with all its modules; the longest one that fits
 # counts. Modules of one entry may import each other as long as no circle arises.
 LAYERS = """
-    errors log topology config
+    errors log coming topology config
     bootstrap failures groups
     comm.transport comm.mpi comm.gloo
     runtime state_mod
@@ -21,7 +21,7 @@ LAYERS = """
     grad_norm model_state model optimizer
     checkpoint
     nn
-    amp optimizers patches utils exceptions fsdp sharded_data_parallel_checkpoint
+    amp fp16 optimizers patches utils exceptions fsdp sharded_data_parallel_checkpoint
     launch
 """.split()
 

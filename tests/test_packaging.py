@@ -34,6 +34,25 @@ def test_both_names_are_the_same_modules() -> None:
         assert real.__name__ == real.__spec__.name == info.name
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *["nn", "nn.huggingface.gpt2", "nn.huggingface.gptj", "amp", "optimizers", "patches.checkpoint", "state_mod"],
+        *["utils", "sharded_data_parallel_checkpoint", "exceptions"],
+    ],
+)
+def test_submodules_that_clients_import_by_path_exist(name: str) -> None:
+    """Client scripts fail at their first lines otherwise, whatever they use."""
+    alias = importlib.import_module(f"smdistributed.modelparallel.torch.{name}")
+    assert alias is importlib.import_module(f"smp.{name}")
+
+
+def test_names_still_to_come_say_so() -> None:
+    """`smp.amp.GradScaler` must not look like a typo."""
+    with pytest.raises(AttributeError, match=r"smp\.amp\.GradScaler is still to come, with half precision"):
+        _ = importlib.import_module("smp.amp").GradScaler
+
+
 def test_alias_works_before_smp_was_imported() -> None:
     """Client scripts know only the second name, and import submodules by path first."""
     code = """

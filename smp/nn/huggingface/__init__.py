@@ -1,0 +1,1 @@
+"""State dict translation, one module per family of Hugging Face models."""

@@ -1,0 +1,1 @@
+"""Pieces of torch that work across stages."""
