@@ -34,6 +34,11 @@ _EXPORTS: dict[str, str] = {
     "clip_grad_norm_": "smp.grad_norm",
     "DistributedOptimizer": "smp.optimizer",
     **dict.fromkeys(["save", "load"], "smp.checkpoint.partial"),
+    "step": "smp.pp.step",
+    "StepOutput": "smp.pp.microbatch",
+    "DistributedModel": "smp.model",
+    **dict.fromkeys(["partition", "set_partition"], "smp.pp.partition"),
+    "is_tracing": "smp.pp.trace",
 }
 
 

@@ -1,0 +1,595 @@
+"""`smp.DistributedModel`: the user's module, spread over the ranks.
+
+    CREATED  --- pipeline degree 1: at once; otherwise: first call of the model in a step --->  PARTITIONED
+      the whole module on every rank                      1. tensor-parallel replacement
+                                                          2. stages assigned, other stages' memory freed
+                                                          3. weights of rdp_rank 0 everywhere, loaded state applied
+                                                          4. reducer made, optimizer told, post-partition hooks run
+"""
+
+import enum
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from smp import log, model_state, runtime
+from smp.dp.reducer import Reducer
+from smp.dp.replicas import BufferSync, broadcast_coalesced
+from smp.dp.uneven import UnevenInputs
+from smp.errors import StepError, UsageError
+from smp.nested import flatten
+from smp.pp import stages as stages_mod
+from smp.pp.debug import Comparison, debug_enabled
+from smp.pp.engine import Engine, Reach
+from smp.pp.intercept import plain_backward
+from smp.pp.partition import Assignment, assign
+from smp.pp.placed import current
+from smp.pp.stages import StageMap
+from smp.pp.trace import execution_order
+from smp.runtime import Runtime
+from smp.topology import CommGroup
+
+
+class State(enum.Enum):
+    """Where a model stands; see the drawing above."""
+
+    CREATED = enum.auto()
+    PARTITIONED = enum.auto()
+
+
+class DistributedModel(nn.Module):
+    """Wraps the module to be trained. One per script.
+
+    Args:
+        module: the module, whole, on any device.
+        trace_device: "gpu" or "cpu"; fake tensors need neither, so it has no effect.
+        trace_execution_times, trace_memory_usage: no effect yet: the partition balances parameters.
+        overlapping_allreduce: reduce gradients while the backward still runs; False reduces at its end.
+        backward_passes_per_step: passes whose gradients add up before they are reduced (gradient accumulation). Gradients
+            are not divided by it.
+        average_grads_across_microbatches: gradients are the mean over microbatches; False: the sum.
+        bucket_cap_mb: size of the flat buckets in which gradients are reduced, in MiB.
+        broadcast_buffers: replicas take the buffers of the first one before each training pass.
+        gradient_as_bucket_view: gradients live in the buckets, which saves one copy of them.
+
+    Raises:
+        UsageError: there is a DistributedModel already, or `module` is no module.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        trace_device: str = "gpu",
+        trace_execution_times: bool = False,
+        overlapping_allreduce: bool = True,
+        backward_passes_per_step: int = 1,
+        average_grads_across_microbatches: bool = True,
+        bucket_cap_mb: float = 25,
+        trace_memory_usage: bool = False,
+        broadcast_buffers: bool = True,
+        gradient_as_bucket_view: bool = False,
+    ) -> None:
+        rt = runtime.get()
+        _check_arguments(rt, module, trace_device, backward_passes_per_step, bucket_cap_mb)
+        super().__init__()
+        self._rt = rt
+        self.module = module
+        self.engine = Engine(rt, self._partition_untraced, self._manages)
+        self.engine.backward = self._backward_tensors
+        if debug_enabled() and rt.topology.pp_size > 1:
+            self.engine.debug = Comparison(rt)
+        self.reducer: Reducer | None = None
+        self._reducer_options = {
+            "overlap": overlapping_allreduce,
+            "bucket_cap_mb": bucket_cap_mb,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "backward_passes_per_step": backward_passes_per_step,
+        }
+        self._average = average_grads_across_microbatches
+        self._broadcast_buffers = broadcast_buffers
+        self._uneven = UnevenInputs(rt.group(CommGroup.DP_GROUP), rt.group(CommGroup.RDP_GROUP))
+        self._buffer_sync: BufferSync | None = None
+        self._state = State.CREATED
+        self._pending_state: Any = None  # what load_state_dict was given before partition
+        self._comm_hook: tuple[Any, Any] | None = None
+        self._no_sync = False
+        self._num_microbatches = 1
+        self._in_pass = False
+        self._had_backward = False
+        self._calls_replaced: ExitStack | None = None
+        self._post_partition_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self._post_step_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self._first_step_done = False
+        self.forward = self._wrap_forward(module.forward)
+        rt.model = self
+        if rt.topology.pp_size == 1:
+            self._partition(None)
+
+    # -- calling -------------------------------------------------------------------------------------------------------
+
+    def _wrap_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return self._forward(args, kwargs)
+
+        return wrapped
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._rt.topology.pp_size > 1:
+            if current.program is None:
+                raise StepError(
+                    "the model was called outside a step function. With pipeline_parallel_degree > 1 call it, and "
+                    "model.backward, inside a function decorated with @smp.step."
+                )
+            if not self.partitioned:
+                self._partition_in_step(args, kwargs)
+            return self.module(*args, **kwargs)
+        in_step = current.streams is not None
+        assert self.reducer is not None
+        if not in_step and torch.is_grad_enabled():
+            self.reducer.refresh()
+            self._sync_buffers()
+        output = self.module(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self.reducer.watch([leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)])
+        return output
+
+    def backward(self, tensors: Tensor | Sequence[Tensor], grad_tensors: Tensor | Sequence[Tensor] | None = None) -> None:
+        """Gradients of `tensors` with respect to all parameters, on every stage; only inside a step function when the
+        model is pipelined.
+
+        Args:
+            tensors: the loss, or several tensors.
+            grad_tensors: their gradients, of the same shapes; needed for tensors of more than one element.
+
+        Raises:
+            StepError: outside a step, or when a tensor does not depend on the model.
+        """
+        many = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if grad_tensors is None or isinstance(grad_tensors, Tensor):
+            gradients: list[Any] = [grad_tensors] * len(many)
+        else:
+            gradients = list(grad_tensors)
+        if len(gradients) != len(many):
+            raise StepError(f"model.backward got {len(many)} tensors and {len(gradients)} grad_tensors.")
+        self._backward_tensors(many, gradients)
+
+    def _backward_tensors(self, tensors: list[Any], gradients: list[Any]) -> None:
+        if self._rt.config.pipeline == "_only_forward":
+            raise StepError("backward was called, but the configuration says pipeline '_only_forward'.")
+        in_step = current.streams is not None
+        scale = 1.0 / self._num_microbatches if self._average and in_step else 1.0
+        self._had_backward = True
+        if self._rt.topology.pp_size == 1:
+            self._plain_backward(tensors, gradients, scale)
+            return
+        program = current.program
+        if program is None:
+            raise StepError("model.backward was called outside a step function; call it inside one decorated with @smp.step.")
+        self._begin_pass()
+        program.backward(tensors, gradients, scale)
+
+    def _plain_backward(self, tensors: list[Tensor], gradients: list[Tensor | None], scale: float) -> None:
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            if not isinstance(tensor, Tensor) or not tensor.requires_grad:
+                raise StepError(
+                    "backward: the loss does not depend on any parameter that requires a gradient, or was computed under "
+                    "torch.no_grad()."
+                )
+            if gradient is None and tensor.numel() != 1:
+                raise StepError(
+                    f"backward: a tensor of shape {tuple(tensor.shape)} needs grad_tensors; only a one-element loss has an "
+                    "implied gradient of 1."
+                )
+        assert self.reducer is not None
+        streams = current.streams
+        if streams is not None:
+            self.reducer.backward_starts()
+        seeds = [torch.full_like(t, scale) if g is None else g * scale for t, g in zip(tensors, gradients, strict=True)]
+        seed = streams.current() if streams is not None else 0
+        plain_backward(tensors, seeds)
+        if streams is not None:
+            streams.leave(seed)
+
+    # -- partition -----------------------------------------------------------------------------------------------------
+
+    @property
+    def partitioned(self) -> bool:
+        """Whether modules are on their stages and other stages' parameters are freed."""
+        return self._state is State.PARTITIONED
+
+    def owns_module(self, module: nn.Module) -> bool:
+        """Whether `module` is part of this model."""
+        return any(module is m for m in self.module.modules())
+
+    def _manages(self, tensor: Any) -> bool:
+        return any(tensor is p for p in self.module.parameters())
+
+    def _partition_untraced(self) -> StageMap:
+        """A parameter is used before the model's first call: there is nothing to trace."""
+        self._partition_in_step(None, {})
+        assert self.engine.stages is not None
+        return self.engine.stages
+
+    def _partition_in_step(self, args: tuple[Any, ...] | None, kwargs: dict[str, Any]) -> None:
+        program = current.program
+        assert program is not None
+        program.on_plain_tensors("partition", self._partition, (None if args is None else (args, kwargs),), {})
+        assert self.engine.stages is not None
+        self.engine.stages.begin_step()
+        self._replace_calls()
+
+    def _partition(self, call: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
+        rt = self._rt
+        with torch.no_grad():
+            if rt.tp_size > 1:
+                from smp.tp.convert import convert
+
+                self.module = convert(self.module, rt)
+            stages = self._assign_stages(call)
+            stages.free_others()
+            self.engine.stages = stages
+            self._move_to_device(stages)
+            self._take_weights_of_first_replica(stages)
+        self._state = State.PARTITIONED
+        model_state.apply_pending(self)
+        self._make_reducer()
+        if rt.optimizer is not None:
+            rt.optimizer._on_partition(list(self.parameters()))
+        if rt.topology.pp_size > 1:
+            log.info_rank0("%s", self._describe_partition(stages))
+        for hook in list(self._post_partition_hooks.values()):
+            hook(self, rt.optimizer)
+
+    def _assign_stages(self, call: tuple[tuple[Any, ...], dict[str, Any]] | None) -> StageMap:
+        rt = self._rt
+        num_stages = rt.topology.pp_size
+        if num_stages == 1:
+            names = [name for name, _ in self.module.named_modules(remove_duplicate=False)]
+            assignment = Assignment(dict.fromkeys(names, 0), {})
+        else:
+            order = None
+            if rt.config.auto_partition and call is not None:
+                order = execution_order(self.module, *call)
+            assignment = assign(self.module, num_stages, rt.config.auto_partition, rt.config.default_partition, order)
+            group = rt.group(CommGroup.PP_GROUP)
+            assignment = rt.transport.broadcast_object(assignment, group, group.ranks[0], "partition")
+        return StageMap(self.module, assignment.modules, assignment.own, rt.pp_rank)
+
+    def _move_to_device(self, stages: StageMap) -> None:
+        device = self._rt.device
+        for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
+            if tensor.device != device and not tensor.is_meta:
+                if stages.is_local(name) or not isinstance(tensor, Parameter):
+                    tensor.data = tensor.data.to(device)
+                else:
+                    tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                    tensor.untyped_storage().resize_(0)
+
+    def _take_weights_of_first_replica(self, stages: StageMap) -> None:
+        group = self._rt.group(CommGroup.RDP_GROUP)
+        if group.size == 1:
+            return
+        tensors = [p.data for p in self.local_parameters()] + [b for b in self.local_buffers()]
+        broadcast_coalesced(tensors, group, 0, "smp.DistributedModel (initial weights)")
+
+    def _make_reducer(self) -> None:
+        rt = self._rt
+        self.reducer = Reducer(
+            list(self.local_named_parameters()),
+            dp=rt.group(CommGroup.DP_GROUP),
+            rdp=rt.group(CommGroup.RDP_GROUP),
+            prescaled_batch=rt.config.prescaled_batch,
+            uneven=self._uneven,
+            **self._reducer_options,
+        )
+        if rt.topology.pp_size == 1:
+            self.reducer.attach()
+        if self._comm_hook is not None:
+            self.reducer.register_comm_hook(*self._comm_hook)
+        if self._broadcast_buffers:
+            self._buffer_sync = BufferSync(
+                lambda: list(self.local_named_buffers()),
+                rt.group(CommGroup.DP_GROUP),
+                rt.group(CommGroup.RDP_GROUP),
+                self._uneven,
+            )
+        self._uneven.synchronize = self._synchronize_after_join
+
+    def _synchronize_after_join(self) -> None:
+        for kind, scaled in ((CommGroup.DP_GROUP, False), (CommGroup.RDP_GROUP, True)):
+            group = self._rt.group(kind)
+            tensors = [*(p.data for p in self.local_parameters()), *self.local_buffers()]
+            mine = [t for t in tensors if bool(getattr(t, "_smp_scaled_batch", False)) is scaled]
+            if group.size > 1 and mine:
+                broadcast_coalesced(mine, group, self._uneven.source(group), "smp.DistributedModel.join")
+
+    def _describe_partition(self, stages: StageMap) -> str:
+        counts: dict[int, int] = {}
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.module.named_parameters():
+            counts[stages.stage_of[name]] = counts.get(stages.stage_of[name], 0) + parameter.numel()
+        for name, _ in stages.nodes():
+            names.setdefault(stages.assignment[name] or 0, []).append(name or type(self.module).__name__)
+        lines = ["Partition assignments:"]
+        for stage in range(self.engine.num_stages):
+            modules = names.get(stage, ["(no module)"])
+            lines.append(f"  stage {stage}: {counts.get(stage, 0):,} parameters: {', '.join(modules)}")
+        return "\n".join(lines)
+
+    # -- steps (called by smp.step) --------------------------------------------------------------------------------------
+
+    def _begin_step(self, num_microbatches: int, arguments: dict[str, Any]) -> None:
+        self._num_microbatches = num_microbatches
+        self._had_backward = self._in_pass = False
+        if self.reducer is not None and torch.is_grad_enabled():
+            self.reducer.refresh()
+            self._sync_buffers()
+            if self._rt.topology.pp_size == 1:
+                self.reducer.open_step()
+
+    def _sync_buffers(self) -> None:
+        if self._buffer_sync is not None and self.module.training and self.reducer is not None and not self.reducer.pending:
+            self._buffer_sync.before_forward()
+
+    def _begin_microbatch(self, index: int) -> None:
+        if index == self._num_microbatches - 1 and self.reducer is not None and torch.is_grad_enabled():
+            self.reducer.last_microbatch()
+
+    def _replace_calls(self) -> None:
+        """Let the engine take calls of placed modules until the step ends."""
+        if self._calls_replaced is not None and self.engine.stages is not None:
+            self._calls_replaced.enter_context(stages_mod.replaced_calls(self.engine.stages.replacements()))
+
+    def _begin_pass(self) -> None:
+        if not self._in_pass:
+            self._in_pass = True
+            assert self.reducer is not None
+            self.reducer.begin(False if self._no_sync else None)
+
+    def _parameter_done(self, parameter: Tensor) -> None:
+        assert self.reducer is not None
+        self.reducer.mark_done(parameter)  # type: ignore[arg-type]
+
+    def _seal(self, reach: Reach) -> None:
+        """No forward is to come in this step: parameters may be reduced as soon as nothing can reach them."""
+        self._begin_pass()
+        reach.seal([p for p in self.local_parameters() if p.requires_grad])
+
+    def _end_step(self) -> None:
+        if self._rt.topology.pp_size == 1:
+            if self.reducer is not None and torch.is_grad_enabled():
+                self.reducer.close_step()
+        elif self._in_pass:
+            assert self.reducer is not None
+            self.reducer.finish()
+        self._in_pass = False
+        self._calls_replaced = None
+
+    def _step_failed(self, error: BaseException) -> None:
+        self._calls_replaced = None
+        self._in_pass = False
+        if self.reducer is not None:
+            self.reducer.abort()
+
+    def _after_step(self) -> None:
+        if self._had_backward and not self._first_step_done:
+            self._first_step_done = True
+            for hook in list(self._post_step_hooks.values()):
+                hook(self, self._rt.optimizer)
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Passes inside only accumulate gradients; the first one after it reduces them all."""
+        before, self._no_sync = self._no_sync, True
+        try:
+            with self.reducer.no_sync() if self.reducer is not None else ExitStack():
+                yield
+        finally:
+            self._no_sync = before
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> AbstractContextManager[None]:
+        """For uneven inputs: ranks that run out of batches take part in the others' reductions. Needs `ddp`."""
+        if not self._rt.config.ddp:
+            raise UsageError("DistributedModel.join needs the configuration 'ddp': True.")
+        return self._uneven.join(divide_by_initial_world_size, enable, throw_on_early_termination)
+
+    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
+        """Let `hook(state, bucket) -> Future` reduce the gradient buckets, as in torch's DistributedDataParallel."""
+        if not callable(hook):
+            raise UsageError(f"register_comm_hook: the hook must be callable as hook(state, bucket), got {hook!r}")
+        if self._comm_hook is not None:
+            raise UsageError("register_comm_hook: a hook is registered already; only one is possible")
+        self._comm_hook = (state, hook)
+        if self.reducer is not None:
+            self.reducer.register_comm_hook(state, hook)
+
+    # -- parameters, modules -------------------------------------------------------------------------------------------
+
+    def _is_local(self, name: str) -> bool:
+        return self.engine.stages is None or self.engine.stages.is_local(name)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Parameter]]:
+        """Parameters under the names of the user's module; after partition, those of this rank."""
+        for name, parameter in self.module.named_parameters("", recurse, remove_duplicate):
+            if self._is_local(name):
+                yield f"{prefix}.{name}" if prefix else name, parameter
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Buffers under the names of the user's module; after partition, those of this rank."""
+        for name, buffer in self.module.named_buffers("", recurse, remove_duplicate):
+            if self._is_local(name):
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+    def local_named_parameters(self, recurse: bool = True) -> Iterator[tuple[str, Parameter]]:
+        """Names and parameters that live on this rank. Raises `UsageError` before partition, as all `local_` methods do."""
+        self._need_partition("local_named_parameters")
+        return self.named_parameters(recurse=recurse)
+
+    def local_parameters(self, recurse: bool = True) -> Iterator[Parameter]:
+        """Parameters that live on this rank."""
+        return (parameter for _, parameter in self.local_named_parameters(recurse))
+
+    def local_named_buffers(self, recurse: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Names and buffers that live on this rank."""
+        self._need_partition("local_named_buffers")
+        return self.named_buffers(recurse=recurse)
+
+    def local_buffers(self, recurse: bool = True) -> Iterator[Tensor]:
+        """Buffers that live on this rank."""
+        return (buffer for _, buffer in self.local_named_buffers(recurse))
+
+    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Names and modules that live on this rank's stage."""
+        self._need_partition("local_named_modules")
+        stages = self.engine.stages
+        assert stages is not None
+        for name, module in self.module.named_modules():
+            if stages.assignment.get(name) == stages.rank:
+                yield name, module
+
+    def local_modules(self) -> Iterator[nn.Module]:
+        """Modules that live on this rank's stage."""
+        return (module for _, module in self.local_named_modules())
+
+    def virtual_named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """The same as `local_named_parameters`: parameters here are never split or merged behind the module's back."""
+        return self.local_named_parameters()
+
+    def _need_partition(self, call: str) -> None:
+        if self._state is not State.PARTITIONED and self.engine.stages is None:
+            raise UsageError(f"{call} was called before the model is partitioned; run the first step before it.")
+
+    def get_module(self) -> nn.Module:
+        """The user's module."""
+        return self.module
+
+    def distributed_modules(self) -> Iterator[nn.Module]:
+        """The tensor-parallel modules of the model."""
+        from smp.tp.module import DistributedModule
+
+        return (module for module in self.module.modules() if isinstance(module, DistributedModule))
+
+    def is_distributed_parameter(self, parameter: Tensor) -> bool:
+        """Whether this rank holds only a part of the parameter."""
+        return getattr(parameter, "_smp_shard", None) is not None
+
+    def is_distributed_buffer(self, buffer: Tensor) -> bool:
+        """Whether this rank holds only a part of the buffer."""
+        return getattr(buffer, "_smp_shard", None) is not None
+
+    def is_scaled_batch_parameter(self, parameter: Tensor) -> bool:
+        """Whether the parameter's module works on the joined batch of the tensor-parallel group."""
+        return bool(getattr(parameter, "_smp_scaled_batch", False))
+
+    def is_scaled_batch_buffer(self, buffer: Tensor) -> bool:
+        """Whether the buffer's module works on the joined batch of the tensor-parallel group."""
+        return bool(getattr(buffer, "_smp_scaled_batch", False))
+
+    def default_reducer_named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Local parameters whose gradients are averaged over DP_GROUP."""
+        return ((n, p) for n, p in self.local_named_parameters() if not self.is_scaled_batch_parameter(p))
+
+    def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Local parameters whose gradients are averaged over RDP_GROUP."""
+        return ((n, p) for n, p in self.local_named_parameters() if self.is_scaled_batch_parameter(p))
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def stage_of(self) -> Mapping[str, int]:
+        """Name of a parameter or buffer -> its stage."""
+        assert self.engine.stages is not None
+        return self.engine.stages.stage_of
+
+    def owned(self, name: str) -> bool:
+        """Whether the parameter or buffer of that name lives on this rank's stage."""
+        return self._is_local(name)
+
+    def local_state_dict(self, cast_to_cpu: bool = True) -> "OrderedDict[str, Any]":
+        """What lives on this rank, with `_smp_is_partial` True in it. See `smp.model_state.local_state_dict`."""
+        return model_state.local_state_dict(self, cast_to_cpu)
+
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, gather_to_rank0: bool = False, cast_to_cpu: bool = True, **kwargs: Any
+    ) -> "OrderedDict[str, Any]":
+        """The whole model under its original names; collective over the mp group.
+
+        With `gather_to_rank0` ranks other than 0 get an empty dict. See `smp.model_state.full_state_dict`.
+        """
+        return model_state.full_state_dict(self, gather_to_rank0, cast_to_cpu)
+
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False
+    ) -> Any:
+        """Load a partial or a full state dict; before partition it is kept and applied then.
+
+        See `smp.model_state.load_state_dict` for errors.
+        """
+        return model_state.load_state_dict(self, state_dict, strict, same_partition_load)
+
+    # -- hooks and the rest --------------------------------------------------------------------------------------------
+
+    def register_post_partition_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Call `hook(model, optimizer)` once the model is partitioned; at once if it is already."""
+        handle = RemovableHandle(self._post_partition_hooks)
+        self._post_partition_hooks[handle.id] = hook
+        if self.partitioned:
+            hook(self, self._rt.optimizer)
+        return handle
+
+    def register_post_step_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Call `hook(model, optimizer)` once, after the first step's forward and backward. `optimizer` may be None."""
+        handle = RemovableHandle(self._post_step_hooks)
+        self._post_step_hooks[handle.id] = hook
+        return handle
+
+    def cpu(self) -> "DistributedModel":
+        """Move this rank's parameters and buffers to host memory."""
+        for tensor in [*self.parameters(), *self.buffers()]:
+            tensor.data = tensor.data.cpu()
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+
+def _check_arguments(rt: Runtime, module: Any, trace_device: str, passes: int, bucket_cap_mb: float) -> None:
+    if rt.model is not None:
+        raise UsageError("there is a DistributedModel already; a script can have one. Put both models into one module.")
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"smp.DistributedModel takes a torch.nn.Module, got {type(module).__name__}.")
+    if isinstance(module, DistributedModel):
+        raise UsageError("smp.DistributedModel was given a DistributedModel.")
+    if trace_device not in ("gpu", "cpu"):
+        raise UsageError(f"trace_device is {trace_device!r}; it must be 'gpu' or 'cpu'.")
+    if not isinstance(passes, int) or passes < 1:
+        raise UsageError(f"backward_passes_per_step is {passes!r}; it must be a whole number from 1.")
+    if not bucket_cap_mb > 0:
+        raise UsageError(f"bucket_cap_mb is {bucket_cap_mb!r}; it must be above 0.")
+
+
+

@@ -1,0 +1,151 @@
+"""What the programs of one pipeline share: the engine for the life of a model, and the context of one step."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from smp.comm.transport import Channel, Request
+from smp.errors import StepError
+from smp.pp.placed import current
+from smp.pp.structure import Structure
+from smp.rng import Streams, mix
+from smp.topology import CommGroup
+
+if TYPE_CHECKING:
+    from smp.pp.debug import Comparison
+    from smp.pp.program import Program
+    from smp.pp.stages import StageMap
+    from smp.pp.tape import Node
+    from smp.runtime import Runtime
+
+
+class Engine:
+    """Runs one model over the stages of this rank's pipeline group.
+
+    `stages` says which stage owns which module, parameter and buffer; None until the model is partitioned, which the first
+    call of the model, or the first use of one of its parameters, brings about through `partition`.
+    """
+
+    def __init__(self, runtime: "Runtime", partition: Callable[[], "StageMap"], managed: Callable[[Any], bool]) -> None:
+        self.rank = runtime.pp_rank
+        self.num_stages = runtime.topology.pp_size
+        self.device = runtime.device
+        self.transport = runtime.transport
+        self.monitor = runtime.monitor
+        self.ranks = runtime.group(CommGroup.PP_GROUP).ranks  # world rank of each stage
+        self.stages: StageMap | None = None
+        self.structures: dict[Any, Structure] = {}
+        self.debug: Comparison | None = None
+        self.backward: Callable[[list[Any], list[Any]], None] = _no_backward
+        self._partition = partition
+        self._managed = managed
+
+    def owner_of(self, tensor: torch.Tensor) -> int | None:
+        """The stage of a parameter or written buffer; None for any other tensor."""
+        if self.stages is None:
+            if not self._managed(tensor):
+                return None
+            self.stages = self._partition()
+        return self.stages.owner_of(tensor)
+
+    def is_own_buffer(self, tensor: torch.Tensor) -> bool:
+        return self.stages is not None and self.stages.is_buffer(tensor)
+
+    def adopt_buffer(self, tensor: torch.Tensor, owner: int) -> bool:
+        """A buffer of glue code was written on `owner`: it lives there from now on. False when it is no buffer."""
+        return self.stages is not None and self.stages.adopt_buffer(tensor, owner)
+
+    def parameters_of(self, key: Any) -> list[torch.Tensor]:
+        """The trainable parameters that a call reaches by itself: those of its module."""
+        return self.stages.parameters_of(key) if self.stages is not None else []
+
+
+def _no_backward(tensors: list[Any], gradients: list[Any]) -> None:
+    raise StepError("there is no DistributedModel whose backward could run.")
+
+
+class Reach:
+    """Which parameters unfinished nodes of the step can still reach.
+
+    Counts nodes for each parameter. Once `seal` has said that no new forward is to come, a parameter whose count falls to
+    zero is done, and `on_done` may reduce it while the rest of the backward still runs.
+    """
+
+    def __init__(self, on_done: Callable[[torch.Tensor], None]) -> None:
+        self._on_done = on_done
+        self._counts: dict[torch.Tensor, int] = {}
+        self._sealed = False
+
+    def add(self, node: "Node") -> None:
+        for parameter in node.parameters:
+            self._counts[parameter] = self._counts.get(parameter, 0) + 1
+
+    def release(self, node: "Node") -> None:
+        for parameter in node.parameters:
+            self._counts[parameter] -= 1
+            if self._sealed and not self._counts[parameter]:
+                self._on_done(parameter)
+
+    def seal(self, parameters: list[torch.Tensor]) -> None:
+        """No node will be added any more: those of `parameters` that nothing reaches are done already."""
+        self._sealed = True
+        for parameter in parameters:
+            if not self._counts.get(parameter):
+                self._on_done(parameter)
+
+
+class StepContext:
+    """One step on this rank: messages under the step's tags, random streams, and who may still reach a parameter."""
+
+    def __init__(self, engine: Engine, streams: Streams, seed: int, reach: Reach) -> None:
+        self.engine = engine
+        self.streams = streams
+        self.seed = seed
+        self.reach = reach
+        self.pause: Callable[[Program], None] = lambda program: None
+        self._sends: list[Request] = []
+
+    def root_seed(self, microbatch: int) -> int:
+        return mix(self.seed, microbatch)
+
+    def send(self, tensor: torch.Tensor, stage: int, tag: int) -> None:
+        self._keep(self.engine.transport.isend(tensor, self.engine.ranks[stage], tag, Channel.MOVE))
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, stage: int, tag: int, what: str) -> torch.Tensor:
+        buffer = torch.empty(shape, dtype=dtype, device=self.engine.device)
+        request = self.engine.transport.irecv(buffer, self.engine.ranks[stage], tag, Channel.MOVE)
+        self._wait(request, stage, what)
+        return buffer
+
+    def send_gradient(self, gradient: torch.Tensor | None, stage: int, tag: int) -> None:
+        self._keep(self.engine.transport.isend_optional(gradient, self.engine.ranks[stage], tag))
+
+    def receive_gradient(self, shape: tuple[int, ...], dtype: torch.dtype, stage: int, tag: int) -> torch.Tensor | None:
+        buffer = torch.empty(shape, dtype=dtype, device=self.engine.device)
+        request = self.engine.transport.irecv_optional(buffer, self.engine.ranks[stage], tag)
+        self._wait(request, stage, "a gradient")
+        return request.value()
+
+    def send_object(self, obj: Any, stage: int, tag: int) -> None:
+        self.engine.transport.send_object(obj, self.engine.ranks[stage], tag, Channel.MOVE)
+
+    def receive_object(self, stage: int, tag: int, what: str) -> Any:
+        return self.engine.transport.recv_object(self.engine.ranks[stage], tag, Channel.MOVE)
+
+    def finish_sends(self) -> None:
+        """Wait until every message of the step has left its buffer."""
+        for request in self._sends:
+            self._wait(request, self.engine.rank, "the end of a send")
+        self._sends.clear()
+
+    def _keep(self, request: Request) -> None:
+        self._sends.append(request)
+        if len(self._sends) > 8:
+            self._sends = [pending for pending in self._sends if not pending.test()]
+
+    def _wait(self, request: Request, stage: int, what: str) -> None:
+        program = current.program
+        where = f"microbatch {program.index}: " if program is not None else ""
+        source = self.engine.ranks[stage]
+        self.engine.monitor.wait(request.test, f"smp.step, {where}{what} from stage {stage}", [source])

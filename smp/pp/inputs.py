@@ -1,0 +1,152 @@
+"""A step's arguments and results between the stages of one pipeline.
+
+pp_rank 0's batch is the batch: its integer tensors go to every stage at the start of the step, its floating ones stay
+there as placed values and travel only where they are used. The other ranks' own arguments serve as structure. What the
+step function returns reaches every stage at the end of the step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from smp.comm.transport import Channel
+from smp.errors import StepError
+from smp.nested import flatten, unflatten
+from smp.pp.engine import Engine
+from smp.pp.placed import Placed, Value
+from smp.pp.program import Program
+from smp.pp.tape import CallNode
+
+# Above every microbatch's own tags.
+_INPUT_TAG = 1 << 29
+_OUTPUT_TAG = _INPUT_TAG + (1 << 20)
+
+
+@dataclass(frozen=True)
+class _Description:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Header:
+    """What pp_rank 0 tells the other stages about a step: the seed, and the tensors of its arguments in order."""
+
+    problem: str | None
+    seed: int
+    tensors: tuple[Any, ...]  # _Description, or an object that slices itself
+
+
+class Unsent(torch.Tensor):
+    """Stands on the other stages for a floating-point argument; splitting it splits its shape."""
+
+
+def is_replicated(tensor: torch.Tensor) -> bool:
+    """Whether an argument goes to every stage: masks, token ids, labels."""
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def share_arguments(
+    engine: Engine, group: Any, arguments: dict[str, Any], problem: str | None, seed: int
+) -> tuple[dict[str, Any], int]:
+    """The batch of pp_rank 0 on every stage, and its seed. Raises `StepError` on every stage alike if it has a problem.
+
+    On the other stages, tensors that are not replicated become `Unsent` stand-ins on the meta device.
+    """
+    leaves, spec = flatten(arguments, keep_tensorless=True)
+    slots = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) or hasattr(x, "smp_slice")]
+    mine = None
+    if engine.rank == 0:
+        mine = Header(problem, seed, tuple(_describe(leaves[i]) for i in slots))
+    header: Header = engine.transport.broadcast_object(mine, group, group.ranks[0], "smp.step")
+    if header.problem is not None:
+        raise StepError(header.problem)
+    if len(header.tensors) != len(slots):
+        raise StepError(
+            f"the step function was given {len(header.tensors)} tensors on pp_rank 0 and {len(slots)} on pp_rank "
+            f"{engine.rank}. All ranks of a pipeline must call it with arguments of the same structure; the data of "
+            "pp_rank 0 is used."
+        )
+    requests = []
+    for position, (index, described) in enumerate(zip(slots, header.tensors, strict=True)):
+        tag = _INPUT_TAG + position
+        if not isinstance(described, _Description):
+            leaves[index] = described
+        elif engine.rank == 0:
+            if is_replicated(leaves[index]):
+                data = leaves[index].to(engine.device)
+                leaves[index] = data
+                requests += [engine.transport.isend(data, rank, tag, Channel.MOVE) for rank in engine.ranks[1:]]
+        elif described.dtype.is_floating_point or described.dtype.is_complex:
+            stand_in = torch.empty(described.shape, dtype=described.dtype, device="meta")
+            leaves[index] = stand_in.requires_grad_(described.requires_grad).as_subclass(Unsent)
+        else:
+            buffer = torch.empty(described.shape, dtype=described.dtype, device=engine.device)
+            requests.append(engine.transport.irecv(buffer, engine.ranks[0], tag, Channel.MOVE))
+            leaves[index] = buffer
+    for request in requests:
+        engine.monitor.wait(request.test, "smp.step, the batch from pp_rank 0", [engine.ranks[0]])
+    return unflatten(spec, leaves), header.seed
+
+
+def _describe(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return _Description(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+    return leaf
+
+
+def place_arguments(program: Program, arguments: dict[str, Any]) -> dict[str, Any]:
+    """One microbatch's arguments as glue code sees them: what was not sent everywhere is placed on stage 0."""
+    leaves, spec = flatten(arguments, keep_tensorless=True)
+    return unflatten(spec, [_place(program, leaf) for leaf in leaves])  # type: ignore[no-any-return]
+
+
+def _place(program: Program, leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor) or is_replicated(leaf):
+        return leaf
+    here = program.rank == 0
+    local = leaf.to(program.device).detach() if here else None
+    requires_grad = leaf.requires_grad
+    value = Value(0, program, tuple(leaf.shape), _stride(leaf), leaf.dtype, requires_grad, local)
+    if requires_grad:
+        if local is not None:
+            local.requires_grad_()
+        program.tape.add(CallNode("the argument", [], [value], [leaf] if here else None))
+    return Placed(value)
+
+
+def _stride(leaf: torch.Tensor) -> tuple[int, ...]:
+    return torch.empty(leaf.shape, device="meta").stride()
+
+
+def share_outputs(engine: Engine, programs: Sequence[Program], outputs: list[Any]) -> list[Any]:
+    """What each microbatch returned, with every placed tensor as a plain, detached one on every stage."""
+    flat = [flatten(output) for output in outputs]
+    sends, receives = [], []
+    tag = _OUTPUT_TAG
+    for program, (leaves, _) in zip(programs, flat, strict=True):
+        for index, leaf in enumerate(leaves):
+            if type(leaf) is not Placed:
+                leaves[index] = leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+                continue
+            value = leaf.value
+            value.check_fresh()
+            tag += 1
+            if value.owner == engine.rank:
+                assert value.local is not None
+                data = value.local.detach()
+                others = [rank for rank in engine.ranks if rank != engine.ranks[engine.rank]]
+                sends += [engine.transport.isend(data, rank, tag, Channel.MOVE) for rank in others]
+            else:
+                data = torch.empty(value.shape, dtype=value.dtype, device=engine.device)
+                source = engine.ranks[value.owner]
+                receives.append((engine.transport.irecv(data, source, tag, Channel.MOVE), source, program.index))
+            leaves[index] = data
+    for request, source, microbatch in receives:
+        engine.monitor.wait(request.test, f"smp.step, a result of microbatch {microbatch}", [source])
+    for request in sends:
+        engine.monitor.wait(request.test, "smp.step, the end of a send", engine.ranks)
+    return [unflatten(spec, leaves) for leaves, spec in flat]

@@ -1,0 +1,119 @@
+"""Parts of torch that hide from `__torch_function__`, intercepted while a step runs.
+
+    torch.autograd.backward              loss.backward() in a step means model.backward(loss)
+    torch.autograd.Function.apply        one node, on the owner of its largest operand
+    torch.utils.checkpoint.checkpoint    one node, run and recomputed on the stage of the module it wraps
+
+A thread that runs no step function sees torch's own behaviour.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from smp.errors import StepError
+from smp.log import warn_once
+from smp.pp.placed import current, user_line
+from smp.pp.program import Program, unwrap_partial
+
+plain_backward = torch.autograd.backward
+_plain_apply = torch.autograd.Function.__dict__["apply"].__func__
+_checkpoint = torch.utils.checkpoint.checkpoint
+# The function behind the decorator that keeps the compiler out. It looks up this attribute on every call, so that setting
+# it also reaches the references that models took when they were built.
+_checkpoint_inner = _checkpoint.__wrapped__  # type: ignore[attr-defined]
+_HOOK = "__dynamo_disable"
+
+
+@contextmanager
+def intercepted(backward: Callable[[list[Any], list[Any]], None]) -> Iterator[None]:
+    """Intercept for the duration of a step; `backward(tensors, gradients)` is what model.backward does."""
+    previous = getattr(_checkpoint_inner, _HOOK, None)
+
+    def autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        if current.streams is None or (current.program is not None and current.program.in_node):
+            plain_backward(tensors, grad_tensors, *args, **kwargs)
+            return
+        many = list(tensors) if isinstance(tensors, tuple | list) else [tensors]
+        gradients = list(grad_tensors) if isinstance(grad_tensors, tuple | list) else [grad_tensors] * len(many)
+        options = dict(zip(("retain_graph", "create_graph"), args, strict=False)) | kwargs
+        if any(options.get(name) for name in ("retain_graph", "create_graph")) or options.get("inputs") is not None:
+            raise StepError(f"{user_line()}: in a step, backward takes no retain_graph, create_graph or inputs.")
+        backward(many, gradients)
+
+    torch.autograd.backward = autograd_backward
+    torch.autograd.Function.apply = classmethod(_function_apply)  # type: ignore[assignment]
+    setattr(_checkpoint_inner, _HOOK, _checkpoint_in_step)
+    try:
+        yield
+    finally:
+        torch.autograd.backward = plain_backward
+        torch.autograd.Function.apply = classmethod(_plain_apply)  # type: ignore[assignment]
+        setattr(_checkpoint_inner, _HOOK, previous)
+
+
+def _in_glue() -> Program | None:
+    program = current.program
+    return None if program is None or program.in_node else program
+
+
+def _function_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    program = _in_glue()
+    if program is None:
+        return _plain_apply(cls, *args, **kwargs)
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        return _plain_apply(cls, *args, **kwargs)
+
+    return program.call_callable(cls.__name__, None, apply, (cls, "apply"), args, kwargs)
+
+
+def _checkpoint_in_step(function: Any, *args: Any, **kwargs: Any) -> Any:
+    streams = current.streams
+    if streams is None:
+        return _checkpoint_inner(function, *args, **kwargs)
+    options = {name: kwargs.pop(name) for name in _CHECKPOINT_OPTIONS if name in kwargs}
+    function, args, kwargs = unwrap_partial(function, args, kwargs)
+    module = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    is_module = isinstance(module, nn.Module)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return _checkpoint_inner(function, *args, **options, **kwargs)
+
+    program = _in_glue()
+    if program is not None and is_module:
+        return _checkpoint_module(program, module, function, run, args, kwargs)
+    # A module has a stream of its own already; any other function gets one here.
+    seed = None if is_module else streams.enter()
+    try:
+        if program is None:
+            return run(*args, **kwargs)
+        return program.call_callable(_describe(function), None, run, (function, "checkpoint"), args, kwargs)
+    finally:
+        if seed is not None:
+            streams.leave(seed)
+
+
+def _checkpoint_module(program: Program, module: nn.Module, function: Any, run: Any, args: Any, kwargs: Any) -> Any:
+    node = None if program.engine.stages is None else program.engine.stages.node_of(module)
+    if node is None:
+        warn_once(
+            f"checkpoint {id(module)}",
+            f"module '{type(module).__name__}' lies on several stages and is not checkpointed; checkpoint the modules inside it.",
+        )
+        return function(*args, **kwargs)
+    key, stage = node
+    return program.call_module(f"checkpoint({key.name})", stage, run, key._replace(variant="checkpoint"), args, kwargs)
+
+
+def _describe(function: Any) -> str:
+    return f"checkpoint({getattr(function, '__qualname__', type(function).__name__)})"
+
+
+_CHECKPOINT_OPTIONS = ("use_reentrant", "context_fn", "determinism_check", "debug", "preserve_rng_state", "early_stop")
+
+

@@ -1,0 +1,236 @@
+"""Which stage owns what, and what that does to the module tree.
+
+During a step the `_call_impl` of every module that matters is replaced on the instance: a module that lives on one stage
+becomes one node, a module that may draw random numbers gets a stream of its own. After the step the tree is the user's own
+again (it can be copied and pickled). Parameters of other stages keep their object, shape and device and lose their memory.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from smp.errors import StepError, UsageError
+from smp.pp.placed import Placed, current, user_line
+from smp.rng import DETERMINISTIC_MODULES, Streams
+
+
+class NodeKey(NamedTuple):
+    """Identifies the call of one module in signatures, with the flags its result's structure depends on."""
+
+    name: str
+    training: bool
+    flags: int
+    deterministic: bool
+    variant: str = ""
+
+
+class StageMap:
+    """The partition of one module tree.
+
+    `assignment` maps the name of every module to its stage, or to None for glue (a module whose children lie on several
+    stages, and a parameterless one below glue). `own_stage` gives the stage of a glue module's own parameters.
+    """
+
+    def __init__(self, root: nn.Module, assignment: dict[str, int | None], own_stage: dict[str, int], rank: int) -> None:
+        self.root = root
+        self.assignment = assignment
+        self.rank = rank
+        self.stage_of: dict[str, int] = {}  # name of parameter or buffer -> stage
+        self._owner: dict[int, int] = {}  # id of parameter or adopted buffer -> stage
+        self._keep: list[torch.Tensor] = []
+        self._buffer_names: dict[int, str] = {}
+        self._trainable: dict[str, list[torch.Tensor]] = {}
+        self._flags: dict[str, int] = {}
+        self._names = {id(module): name for name, module in root.named_modules()}
+        for prefix, module in root.named_modules(remove_duplicate=False):
+            stage = self._stage_for(prefix, own_stage)
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    self._owner.setdefault(id(parameter), stage)
+                    self.stage_of[_join(prefix, name)] = self._owner[id(parameter)]
+                    self._keep.append(parameter)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    self.stage_of[_join(prefix, name)] = stage
+                    self._buffer_names[id(buffer)] = _join(prefix, name)
+                    self._keep.append(buffer)
+
+    def _stage_for(self, prefix: str, own_stage: dict[str, int]) -> int:
+        stage = self.assignment.get(prefix)
+        if stage is None:
+            stage = own_stage.get(prefix)
+        while stage is None:  # parameterless below glue: with its parent
+            prefix = prefix.rpartition(".")[0]
+            stage = self.assignment.get(prefix)
+            stage = own_stage.get(prefix, 0) if stage is None else stage
+        return stage
+
+    def owner_of(self, tensor: torch.Tensor) -> int | None:
+        return self._owner.get(id(tensor))
+
+    def is_buffer(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._buffer_names
+
+    def adopt_buffer(self, tensor: torch.Tensor, owner: int) -> bool:
+        name = self._buffer_names.get(id(tensor))
+        if name is None:
+            return False
+        self._owner[id(tensor)] = self.stage_of[name] = owner
+        return True
+
+    def is_local(self, name: str) -> bool:
+        """Whether the parameter or buffer of that name lives on this rank's stage."""
+        return self.stage_of[name] == self.rank
+
+    def parameters_of(self, key: Any) -> list[torch.Tensor]:
+        return self._trainable.get(key.name, []) if isinstance(key, NodeKey) else []
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def free_others(self) -> None:
+        """Give back the memory of parameters that live on other stages. Their Parameter objects stay the same ones."""
+        mine = {
+            p.untyped_storage()._cdata for p in self.root.parameters() if self._owner[id(p)] == self.rank and not p.is_meta
+        }
+        for parameter in self.root.parameters():
+            if self._owner[id(parameter)] == self.rank or parameter.is_meta:
+                continue
+            parameter.grad = None
+            if parameter.untyped_storage()._cdata in mine:  # a view of memory that this stage needs
+                parameter.data = torch.empty_like(parameter.data)
+            parameter.untyped_storage().resize_(0)
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Note which parameters require gradients and which modules train: results' structures depend on it."""
+        self._trainable.clear()
+        for name, module in self.nodes():
+            trainable = [p for p in dict.fromkeys(module.parameters()) if p.requires_grad]
+            if self.assignment[name] == self.rank:
+                self._trainable[name] = trainable
+            flags = (
+                tuple(p.requires_grad for p in module.parameters()),
+                tuple(m.training for m in module.modules()),
+            )
+            self._flags[name] = hash(flags)
+        for name, module in self.root.named_modules():
+            if self.assignment.get(name) is None and (module._backward_hooks or module._backward_pre_hooks):
+                raise StepError(
+                    f"module '{name or type(module).__name__}' has full backward hooks, but its children lie on several "
+                    "stages, so no rank sees all of its gradients. Register the hook on a module that lives on one stage."
+                )
+
+    def nodes(self) -> Iterator[tuple[str, nn.Module]]:
+        for name, module in self.root.named_modules():
+            parent = name.rpartition(".")[0]
+            if self.assignment.get(name) is not None and (not name or self.assignment.get(parent) is None):
+                yield name, module
+
+    def replacements(self) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+        """Each module whose calls the engine takes, with what takes them."""
+        nodes = {id(module) for _, module in self.nodes()}
+        for name, module in self.root.named_modules():
+            stage = self.assignment.get(name)
+            if id(module) in nodes or (stage is None and not _has_parameters(module)):
+                yield module, self._node_call(name, module, stage)
+            elif type(module) not in DETERMINISTIC_MODULES:
+                yield module, scoped_call(module)
+
+    def _node_call(self, name: str, module: nn.Module, stage: int | None) -> Callable[..., Any]:
+        deterministic = type(module) in DETERMINISTIC_MODULES
+        inner = type(module)._call_impl.__get__(module) if deterministic else scoped_call(module)
+        label = name or type(module).__name__
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            program = current.program
+            if program is None:
+                raise UsageError(f"module '{label}' lives on a pipeline stage and can only be called inside an @smp.step function.")
+            if program.in_node:
+                if stage is not None and stage != self.rank:
+                    raise StepError(
+                        f"module '{label}' of stage {stage} is called at {user_line()} from inside {program.in_node}, which "
+                        f"runs on stage {self.rank}. Place both on one stage (smp.set_partition)."
+                    )
+                return inner(*args, **kwargs)
+            if stage is None and any(isinstance(x, nn.Module) for x in args):
+                return inner(*args, **kwargs)
+            return program.call_module(label, stage, inner, self._key(name, module), args, kwargs)
+
+        return call
+
+    def _key(self, name: str, module: nn.Module) -> NodeKey:
+        return NodeKey(name, module.training, self._flags.get(name, 0), type(module) in DETERMINISTIC_MODULES)
+
+    def node_of(self, module: nn.Module) -> tuple[NodeKey, int | None] | None:
+        """Key and stage of a module that can run as one node; None for one whose children lie on several stages."""
+        name = self._names.get(id(module))
+        if name is None:
+            return None
+        stage = self.assignment.get(name)
+        return None if stage is None and _has_parameters(module) else (self._key(name, module), stage)
+
+
+def scoped_call(module: nn.Module) -> Callable[..., Any]:
+    """The module's call in a random stream of its own."""
+    plain = type(module)._call_impl.__get__(module)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        streams = current.streams
+        if streams is None:
+            return plain(*args, **kwargs)
+        seed = streams.enter()
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            streams.leave(seed)
+
+    return call
+
+
+def scopes(root: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+    """The replacements of a model that is not cut into stages: only random streams."""
+    for module in root.modules():
+        if type(module) not in DETERMINISTIC_MODULES:
+            yield module, scoped_call(module)
+
+
+@contextmanager
+def replaced_calls(replacements: Iterator[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Let the given functions take the modules' calls inside this context."""
+    changed = []
+    try:
+        for module, call in replacements:
+            module.__dict__["_call_impl"] = call
+            changed.append(module)
+        yield
+    finally:
+        for module in changed:
+            module.__dict__.pop("_call_impl", None)
+
+
+def settle_buffers(stages: StageMap) -> None:
+    """After a step: a glue buffer that was rebound to a placed value becomes a plain tensor that its stage owns."""
+    for prefix, module in stages.root.named_modules():
+        if stages.assignment.get(prefix) is not None:
+            continue
+        for name, buffer in module._buffers.items():
+            if type(buffer) is Placed:
+                value = buffer.value
+                local = value.local.detach() if value.local is not None else torch.zeros(value.shape, dtype=value.dtype)
+                module._buffers[name] = local
+                full = _join(prefix, name)
+                stages._buffer_names[id(local)] = full
+                stages._keep.append(local)
+                stages.adopt_buffer(local, value.owner)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

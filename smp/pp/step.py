@@ -1,0 +1,223 @@
+"""`smp.step`: one call of the user's function per microbatch."""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from smp import rng, runtime
+from smp.errors import StepError
+from smp.nested import map_leaves
+from smp.pp import stages as stages_mod
+from smp.pp.engine import Engine, Reach, StepContext
+from smp.pp.executor import Turns
+from smp.pp.inputs import place_arguments, share_arguments, share_outputs
+from smp.pp.intercept import intercepted
+from smp.pp.microbatch import merge_outputs, split_arguments
+from smp.pp.placed import current
+from smp.pp.program import Program
+from smp.pp.schedule import ActionKind, phase_order
+from smp.runtime import Runtime
+from smp.topology import CommGroup
+
+
+def step(
+    function: Callable[..., Any] | None = None,
+    *,
+    non_split_inputs: Sequence[str] | None = None,
+    input_split_axes: dict[str, int] | None = None,
+    detach_outputs: bool = True,
+    microbatches: int | None = None,
+) -> Any:
+    """Decorator: run `function` once per microbatch.
+
+    Only inside it may a pipelined model be called, and only there `model.backward`. Tensor arguments, also inside
+    containers, are split into equal parts on axis 0.
+
+    Args:
+        non_split_inputs: names of arguments that every microbatch gets whole.
+        input_split_axes: argument name -> the axis it is split on, where that is not 0.
+        detach_outputs: take returned tensors out of the autograd graph. False has an effect with pipeline degree 1 only:
+            with more stages no graph outlives the step.
+        microbatches: how many, for this function; by default the configured number.
+
+    Returns:
+        The decorated function. It returns what `function` returns, each tensor as a `StepOutput`, each other leaf as a
+        list over microbatches; every rank of a pipeline group gets the same.
+
+    Raises:
+        StepError: an argument that does not divide, a step inside a step, a name that is no parameter of `function`.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        stepped = _StepFunction(function, non_split_inputs, input_split_axes, detach_outputs, microbatches)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return stepped(args, kwargs)
+
+        return call
+
+    return decorate if function is None else decorate(function)
+
+
+class _StepFunction:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        non_split: Sequence[str] | None,
+        axes: dict[str, int] | None,
+        detach_outputs: bool,
+        microbatches: int | None,
+    ) -> None:
+        self._function = function
+        self._signature = inspect.signature(function)
+        self._non_split = tuple(non_split or ())
+        self._axes = dict(axes or {})
+        self._detach = detach_outputs
+        self._microbatches = microbatches
+        self._check_names()
+        # Whether every microbatch of the last run had one backward and no forward after it: then a parameter that no
+        # unfinished node reaches is done, and its reduction may start while the step still runs.
+        self._single_backward = False
+
+    def _check_names(self) -> None:
+        parameters = self._signature.parameters
+        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            return
+        unknown = [name for name in (*self._non_split, *self._axes) if name not in parameters]
+        if unknown:
+            raise StepError(
+                f"smp.step was given the argument names {unknown}, but {self._function.__qualname__} has {list(parameters)}."
+            )
+        if self._microbatches is not None and self._microbatches < 1:
+            raise StepError(f"smp.step(microbatches={self._microbatches}): must be at least 1.")
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        rt = runtime.get()
+        if current.streams is not None:
+            raise StepError("a step function was called inside a step function.")
+        count = self._microbatches or rt.config.microbatches
+        bound = self._signature.bind(*args, **kwargs)
+        variadic = next((p.name for p in self._signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
+        arguments = dict(bound.arguments)
+        extra = arguments.pop(variadic, {}) if variadic else {}
+
+        def body(parts: dict[str, Any]) -> Any:
+            call = inspect.BoundArguments(self._signature, {k: v for k, v in parts.items() if k not in extra})  # type: ignore[arg-type]
+            return self._function(*call.args, **call.kwargs, **{k: parts[k] for k in extra})
+
+        with rng.preserved_after_draw() as seed, ExitStack() as stack:
+            try:
+                if rt.topology.pp_size > 1:
+                    outputs = self._run_pipeline(rt, {**arguments, **extra}, count, seed, body, stack)
+                else:
+                    outputs = self._run_plain(rt, {**arguments, **extra}, count, seed, body, stack)
+            except BaseException as error:
+                if rt.model is not None:
+                    rt.model._step_failed(error)
+                raise
+        result = merge_outputs(outputs)
+        if rt.model is not None:
+            rt.model._after_step()
+        return result
+
+    # -- one stage -----------------------------------------------------------------------------------------------------
+
+    def _run_plain(
+        self, rt: Runtime, arguments: dict[str, Any], count: int, seed: int, body: Callable[..., Any], stack: ExitStack
+    ) -> list[Any]:
+        parts = split_arguments(arguments, count, self._non_split, self._axes)
+        if rt.tp_size > 1:
+            group = rt.group(CommGroup.TP_GROUP)
+            seed = rt.transport.broadcast_object(seed, group, group.ranks[0], "smp.step")
+        streams = rng.Streams(_salt(rt))
+        seed = rng.mix(seed, rt.rdp_rank)
+        model = rt.model
+        if model is not None:
+            stack.enter_context(stages_mod.replaced_calls(stages_mod.scopes(model.module)))
+            stack.enter_context(intercepted(model._backward_tensors))
+            model._begin_step(count, arguments)
+        outputs = []
+        current.streams = streams
+        try:
+            for k, part in enumerate(parts):
+                streams.seed(rng.mix(seed, k))
+                if model is not None:
+                    model._begin_microbatch(k)
+                output = body(part)
+                outputs.append(_detached(output) if self._detach else output)
+        finally:
+            current.streams = None
+        if model is not None:
+            model._end_step()
+        return outputs
+
+    # -- several stages ------------------------------------------------------------------------------------------------
+
+    def _run_pipeline(
+        self, rt: Runtime, arguments: dict[str, Any], count: int, seed: int, body: Callable[..., Any], stack: ExitStack
+    ) -> list[Any]:
+        model = rt.model
+        if model is None:
+            raise StepError("with pipeline_parallel_degree > 1, make the smp.DistributedModel before calling a step function.")
+        engine: Engine = model.engine
+        parts, seed = self._share(rt, engine, arguments, count, seed)
+        streams = rng.Streams(_salt(rt))
+        reach = Reach(model._parameter_done)
+        context = StepContext(engine, streams, rng.mix(seed, rt.rdp_rank), reach)
+        programs = [Program(k, engine, context) for k in range(count)]
+        model._begin_step(count, arguments)
+        if engine.stages is not None:
+            engine.stages.begin_step()
+        stack.enter_context(intercepted(model._backward_tensors))
+        model._calls_replaced = stack.enter_context(ExitStack())
+        model._replace_calls()
+
+        turns = Turns(programs, lambda k: body(place_arguments(programs[k], parts[k])))
+        context.pause = turns.pause
+        actions = phase_order(count, rt.config.active_microbatches)
+        backwards_only = next(i for i in range(len(actions) + 1) if all(a.kind is ActionKind.BACKWARD for a in actions[i:]))
+
+        def before(position: int) -> None:
+            if position == backwards_only and self._single_backward:
+                model._seal(reach)
+
+        outputs = turns.run(actions, before)
+        self._single_backward = all(p.num_backwards == 1 and not p.called_after_backward for p in programs)
+        for program in programs:
+            program.tape.clear()
+        shared = share_outputs(engine, programs, outputs)
+        context.finish_sends()
+        if engine.stages is not None:
+            stages_mod.settle_buffers(engine.stages)
+        model._end_step()
+        return shared
+
+    def _share(
+        self, rt: Runtime, engine: Engine, arguments: dict[str, Any], count: int, seed: int
+    ) -> tuple[list[dict[str, Any]], int]:
+        problem = None
+        if engine.rank == 0:
+            if rt.tp_size > 1:
+                group = rt.group(CommGroup.TP_GROUP)
+                seed = rt.transport.broadcast_object(seed, group, group.ranks[0], "smp.step")
+            try:
+                split_arguments(arguments, count, self._non_split, self._axes)
+            except StepError as error:
+                problem = str(error)
+        group = rt.group(CommGroup.PP_GROUP)
+        shared, seed = share_arguments(engine, group, arguments, problem, seed)
+        return split_arguments(shared, count, self._non_split, self._axes), seed
+
+
+def _salt(rt: Runtime) -> int:
+    """Ranks of a tensor-parallel group that have batches of their own draw from streams of their own."""
+    return rng.part_salt(0 if rt.config.prescaled_batch else rt.tp_rank)
+
+
+def _detached(output: Any) -> Any:
+    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, output)

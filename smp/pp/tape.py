@@ -1,0 +1,146 @@
+"""The tape of one microbatch: what its program called and moved, and the walk back over it.
+
+       stage 0                         stage 1
+       CallNode embed  -> x
+       MoveNode x -> x'   ......tag......>  x'
+                                       CallNode head(x') -> loss
+                                       backward(loss): seed its gradient
+                                       CallNode head: autograd from loss to x'
+       x.grad  <..........tag + 1......  MoveNode: send x'.grad
+       CallNode embed: autograd from x
+
+Each node runs its own small autograd backward, so nothing ever waits for a message inside the autograd engine. Which
+nodes take part is decided from structure alone, the same on every rank.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from smp.pp.placed import Value
+
+
+@dataclass(slots=True, eq=False)
+class CallNode:
+    """One call. On its owner `real` are the outputs with their autograd graph, elsewhere None."""
+
+    name: str
+    inputs: list[Value]
+    outputs: list[Value]
+    real: list[torch.Tensor] | None
+    parameters: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class MoveNode:
+    """One value sent to another stage. Its gradient comes back under `tag` + 1."""
+
+    source: Value
+    copy: Value
+    tag: int
+    parameters: list[torch.Tensor] = field(default_factory=list)
+
+
+Node = CallNode | MoveNode
+
+
+class Tape:
+    """Nodes in program order. `on_release(node)` is told of every node that can produce no more gradients."""
+
+    def __init__(self, rank: int, on_release: Callable[[Node], None]) -> None:
+        self._rank = rank
+        self._on_release = on_release
+        self._nodes: list[Node] = []
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def add(self, node: Node) -> None:
+        self._nodes.append(node)
+
+    def backward(
+        self,
+        seeds: list[tuple[Value, torch.Tensor | None]],
+        send: Callable[[MoveNode, torch.Tensor | None], None],
+        receive: Callable[[MoveNode], torch.Tensor | None],
+    ) -> None:
+        """Walk from the end; `seeds` are values with their gradients (None on ranks that do not own the value).
+
+        `send` returns a moved value's gradient to where it came from, `receive` waits for it there. Nodes that no seed
+        reaches stay on the tape for a later backward.
+        """
+        reached: set[Value] = set()
+        for value, gradient in seeds:
+            reached.add(value)
+            if value.owner == self._rank and gradient is not None:
+                _accumulate(value, gradient)
+        kept: list[Node] = []
+        while self._nodes:
+            node = self._nodes.pop()
+            outputs = node.outputs if isinstance(node, CallNode) else [node.copy]
+            if reached.isdisjoint(outputs):
+                kept.append(node)
+                continue
+            if isinstance(node, CallNode):
+                reached.update(node.inputs)
+                if node.real is not None:
+                    _run(node)
+            else:
+                reached.add(node.source)
+                if self._rank == node.copy.owner:
+                    send(node, final_gradient(node.copy))
+                    _free(node.copy)
+                elif self._rank == node.source.owner:
+                    gradient = receive(node)
+                    if gradient is not None:
+                        _accumulate(node.source, gradient)
+            self._on_release(node)
+        self._nodes = kept[::-1]
+
+    def clear(self) -> None:
+        """Forget what no backward will reach."""
+        for node in self._nodes:
+            self._on_release(node)
+        self._nodes = []
+
+
+def final_gradient(value: Value) -> torch.Tensor | None:
+    """The gradient of a value that no later node will add to; its hooks have run."""
+    assert value.local is not None
+    gradient = value.local.grad
+    if gradient is not None:
+        for hook in value.hooks:
+            replaced = hook(gradient)
+            gradient = gradient if replaced is None else replaced
+    return gradient
+
+
+def _run(node: CallNode) -> None:
+    assert node.real is not None
+    roots, gradients = [], []
+    for value, real in zip(node.outputs, node.real, strict=True):
+        gradient = final_gradient(value)
+        if gradient is not None and real.requires_grad:
+            roots.append(real)
+            gradients.append(gradient)
+        _free(value)
+    node.real = None
+    if roots:
+        torch.autograd.backward(roots, gradients)
+
+
+def _accumulate(value: Value, gradient: torch.Tensor) -> None:
+    assert value.local is not None
+    if value.local.grad is None:
+        value.local.grad = gradient.detach()
+    elif value.parameter is not None:
+        value.local.grad += gradient
+    else:
+        # Out of place: autograd may have stored another node's gradient tensor here without copying it.
+        value.local.grad = value.local.grad + gradient
+
+
+def _free(value: Value) -> None:
+    if value.parameter is None and value.local is not None:
+        value.local.grad = None
