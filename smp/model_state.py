@@ -26,6 +26,7 @@ from smp.comm.transport import Channel
 from smp.errors import CheckpointError, UsageError
 from smp.runtime import Runtime
 from smp.topology import CommGroup
+from smp.tp.shard import ShardSpec, spec_of
 
 PARTIAL_KEY = "_smp_is_partial"
 _STATE_DICT_ADVICE = (
@@ -58,7 +59,7 @@ class PendingState:
     same_partition_load: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Entry:
     """One tensor of the model with all names that stand for it."""
 
@@ -68,8 +69,8 @@ class _Entry:
     owned: bool
 
     @property
-    def spec(self) -> Any:
-        return getattr(self.tensor, "_smp_shard", None)
+    def spec(self) -> ShardSpec | None:
+        return spec_of(self.tensor)
 
     @property
     def global_shape(self) -> tuple[int, ...]:
@@ -91,13 +92,13 @@ class _Description:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    spec: Any
+    spec: ShardSpec | None
 
 
 # --- names and entries
 
 
-def _named_state(module: nn.Module) -> "OrderedDict[str, Any]":
+def _named_state(module: nn.Module) -> dict[str, Any]:
     """The module's own state dict, live objects in it: parameters, persistent buffers, extra state."""
     return module.state_dict(keep_vars=True)
 
@@ -118,11 +119,16 @@ def _entry(model: StatefulModel, names: tuple[str, ...], tensor: Tensor) -> _Ent
     return _Entry(names, tensor, model.stage_of[known], model.owned(known))
 
 
-def _like(source: "OrderedDict[str, Any]") -> "OrderedDict[str, Any]":
+def _like(source: Mapping[str, Any]) -> "OrderedDict[str, Any]":
     """An empty state dict with the version numbers that torch keeps in `_metadata`."""
     result: OrderedDict[str, Any] = OrderedDict()
     result._metadata = getattr(source, "_metadata", OrderedDict())  # type: ignore[attr-defined]
     return result
+
+
+def _by_name(values: Mapping[_Entry, Tensor]) -> dict[str, Tensor]:
+    """One tensor object for all names of an entry, so that ties survive in a saved file."""
+    return {name: value for entry, value in values.items() for name in entry.names}
 
 
 def _output(tensor: Tensor, cast_to_cpu: bool) -> Tensor:
@@ -133,7 +139,7 @@ def _output(tensor: Tensor, cast_to_cpu: bool) -> Tensor:
 
 
 def local_state_dict(model: StatefulModel, cast_to_cpu: bool = True) -> "OrderedDict[str, Any]":
-    """What lives on this rank, distributed parameters as their local part; `_smp_is_partial` is True in it.
+    """What this rank's stage owns, distributed parameters as their local part; `_smp_is_partial` is True in it.
 
     Not collective. Like torch's, the tensors share memory with the model (unless the cast to CPU copies them).
     Raises `UsageError` before partition, when nothing has been assigned to ranks yet.
@@ -141,7 +147,7 @@ def local_state_dict(model: StatefulModel, cast_to_cpu: bool = True) -> "Ordered
     if not model.partitioned:
         raise UsageError("local_state_dict() was called before the model is partitioned: run the first step before it")
     state = _named_state(model.module)
-    local = {name: _output(e.tensor, cast_to_cpu) for e in _entries(model) if e.live for name in e.names}
+    local = _by_name({e: _output(e.tensor, cast_to_cpu) for e in _entries(model) if e.owned})
     result = _like(state)
     for name, value in state.items():
         if not isinstance(value, Tensor):
@@ -184,12 +190,12 @@ def _whole_before_partition(model: StatefulModel, cast_to_cpu: bool) -> dict[str
         raise UsageError(
             "state_dict() was called between load_state_dict() and the first step, which applies what was loaded"
         )
-    state = {name: value for name, value in _named_state(model.module).items() if isinstance(value, Tensor)}
-    if delayed := [name for name, tensor in state.items() if tensor.is_meta]:
+    entries = _entries(model)
+    if delayed := [entry.names[0] for entry in entries if entry.tensor.is_meta]:
         raise UsageError(
             f"state_dict() was called before the first step, which initialises delayed parameters ({delayed[0]}, …)"
         )
-    return {name: _output(tensor, cast_to_cpu) for name, tensor in state.items()}
+    return _by_name({e: _output(e.tensor, cast_to_cpu) for e in entries})
 
 
 def _gather_all(rt: Runtime, model: StatefulModel, takers: Sequence[int], cast_to_cpu: bool) -> dict[str, Tensor]:
@@ -197,15 +203,15 @@ def _gather_all(rt: Runtime, model: StatefulModel, takers: Sequence[int], cast_t
     group = rt.group(CommGroup.MP_GROUP)
     entries = _entries(model)
     if group.size == 1:
-        return {name: _output(e.tensor, cast_to_cpu) for e in entries for name in e.names}
+        return _by_name({e: _output(e.tensor, cast_to_cpu) for e in entries})
     mine = {e.names[0]: _Description(tuple(e.tensor.shape), e.tensor.dtype, e.spec) for e in entries if e.owned}
     described = dict(zip(group.ranks, rt.transport.all_gather_object(mine, group)))
-    values: dict[str, Tensor] = {}
+    values: dict[_Entry, Tensor] = {}
     for tag, entry in enumerate(entries):
         whole = _gather(rt, entry, described, takers, tag)
         if whole is not None:
-            values.update(dict.fromkeys(entry.names, _output(whole, cast_to_cpu)))
-    return values
+            values[entry] = _output(whole, cast_to_cpu)
+    return _by_name(values)
 
 
 def _gather(
@@ -379,26 +385,30 @@ def _some(names: Sequence[str]) -> str:
 
 @torch.no_grad()
 def _copy_in(rt: Runtime, entries: Sequence[_Entry], values: Mapping[str, Any], plan: _Plan) -> None:
-    for number, entry in enumerate(entries):
+    for number, source in plan.sources.items():
+        entry = entries[number]
         own = [values[name] for name in entry.names if name in values]
-        source = plan.sources.get(number)
-        owner = rt.topology.rank_at(rdp=rt.rdp_rank, pp=entry.stage, tp=rt.tp_rank)
-        if source is not None and source != owner:
-            own = _send_over(rt, entry, own, source, owner, number)
-        if not entry.live:
-            continue
-        for value in own:  # more than one when tied names were saved apart: the last wins, as in torch
-            entry.tensor.copy_(value if plan.partial or entry.spec is None else entry.spec.split(value))
+        if plan.partial:
+            own = _deliver(rt, entry, own[-1:], source, number)
+        if entry.live:
+            for value in own:  # more than one when tied names were saved apart: the last wins, as in torch
+                entry.tensor.copy_(value if plan.partial or entry.spec is None else entry.spec.split(value))
 
 
-def _send_over(rt: Runtime, entry: _Entry, own: list[Tensor], source: int, owner: int, tag: int) -> list[Tensor]:
-    """A partial file's tensor that lies with `source` goes to the stage that owns it now."""
+def _deliver(rt: Runtime, entry: _Entry, own: list[Tensor], source: int, tag: int) -> list[Tensor]:
+    """A partial dict's tensor goes from `source` to the stage that owns it now; a buffer to all: they have copies."""
+    owner = rt.topology.rank_at(rdp=rt.rdp_rank, pp=entry.stage, tp=rt.tp_rank)
+    wanted = [owner] if isinstance(entry.tensor, nn.Parameter) else rt.group(CommGroup.PP_GROUP).ranks
+    takers = [rank for rank in wanted if rank != source]
     call = f"model.load_state_dict(), {entry.names[0]}"
     if rt.rank == source:
-        value = own[-1].to(device=rt.device, dtype=entry.tensor.dtype)
-        rt.monitor.wait(rt.transport.isend(value, owner, tag, Channel.CONTROL).test, call, [owner])
-    elif rt.rank == owner:
-        buffer = torch.empty_like(entry.tensor)
-        rt.monitor.wait(rt.transport.irecv(buffer, source, tag, Channel.CONTROL).test, call, [source])
-        return [buffer]
-    return own
+        value = own[0].to(device=rt.device, dtype=entry.tensor.dtype)
+        requests = [rt.transport.isend(value, taker, tag, Channel.CONTROL) for taker in takers]
+        for request in requests:
+            rt.monitor.wait(request.test, call, takers)
+        return own
+    if rt.rank not in takers:
+        return []
+    buffer = torch.empty(entry.tensor.shape, dtype=entry.tensor.dtype, device=rt.device)
+    rt.monitor.wait(rt.transport.irecv(buffer, source, tag, Channel.CONTROL).test, call, [source])
+    return [buffer]
