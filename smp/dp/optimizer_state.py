@@ -151,8 +151,7 @@ def _split(param: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
         return dict(state)
     whole = tuple(spec.global_shape)
     return {
-        # a copy, or the part would keep the whole alive
-        key: spec.split(value).clone() if isinstance(value, Tensor) and tuple(value.shape) == whole else value
+        key: spec.split(value) if isinstance(value, Tensor) and tuple(value.shape) == whole else value
         for key, value in state.items()
     }
 

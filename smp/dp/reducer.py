@@ -113,6 +113,11 @@ class Reducer:
     # ---- what the model calls
 
     @property
+    def parameters(self) -> list[Parameter]:
+        """The parameters whose gradients it reduces."""
+        return self._params
+
+    @property
     def pending(self) -> bool:
         """True while gradients are accumulated that are not reduced yet."""
         return self._pending

@@ -13,21 +13,27 @@ are still active and what comes next. Who has run out answers with zeros and fol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from smp import runtime
+from smp.dp.broadcast import broadcast_coalesced
 from smp.dp.reduction import wait
 from smp.errors import StepError, UsageError
 from smp.groups import Group
 
 if TYPE_CHECKING:
+    from smp.dp.buffer_sync import BufferSync
     from smp.dp.reducer import Reducer
+
+
+_RAN_OUT = "join(throw_on_early_termination=True): a rank has run out of batches"
 
 
 class Kind(Enum):
@@ -40,16 +46,13 @@ class Kind(Enum):
 class UnevenInputs:
     """The state of `join` on one rank; it does nothing outside of that context.
 
-    Others hang in what they know: `reducer`, `sync_buffers` (what an announcement of buffers is followed by), and
-    `synchronize`, called at the end of a join where some rank ran out: copies what training has changed from the rank
-    that trained last, `source(group)`.
+    `reducer` and `buffer_sync` are set by those that announce.
     """
 
     def __init__(self, dp: Group, rdp: Group) -> None:
         self.dp, self.rdp = dp, rdp
         self.reducer: Reducer | None = None
-        self.sync_buffers: Callable[[], None] | None = None
-        self.synchronize: Callable[[], None] | None = None
+        self.buffer_sync: BufferSync | None = None
         self._enabled = False
         self._raises_early = False
         self._by_all = True
@@ -74,7 +77,7 @@ class UnevenInputs:
             raise StepError("join: ranks that still have batches do not run the same sequence of passes")
         self._active = active
         if self._raises_early and not all(active):
-            raise StepError("join(throw_on_early_termination=True): a rank has run out of batches")
+            raise StepError(_RAN_OUT)
 
     @contextmanager
     def join(
@@ -119,11 +122,24 @@ class UnevenInputs:
             if not any(active):
                 break
             self._active = active
+            if self._raises_early:
+                raise StepError(_RAN_OUT)
             if self.reducer is None:
                 raise UsageError("join: this rank never ran a step, so it cannot take part in those of the others")
             if kinds[Kind.REDUCTION.value]:
                 self.reducer.follow()
-            elif self.sync_buffers is not None:
-                self.sync_buffers()
-        if not all(self._active) and self.synchronize is not None:
-            self.synchronize()
+            elif self.buffer_sync is not None:
+                self.buffer_sync.follow()
+        if not all(self._active):
+            self._take_final_state()
+
+    def _take_final_state(self) -> None:
+        """Parameters and buffers of a rank that trained last, for those that ran out before it."""
+        assert self.reducer is not None
+        tensors: list[Tensor] = [*self.reducer.parameters]
+        if self.buffer_sync is not None:
+            tensors += [buffer for _, buffer in self.buffer_sync.buffers()]
+        for group in (self.dp, self.rdp):
+            members = [t for t in tensors if (self.rdp if getattr(t, "_smp_scaled_batch", False) else self.dp) is group]
+            if group.size > 1:
+                broadcast_coalesced(members, group, self.source(group), "join (final state)")

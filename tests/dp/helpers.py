@@ -54,8 +54,8 @@ def assert_close(got: Tensor | None, expected: Tensor | None, name: str = "", to
         assert got is expected, f"{name}: {got} against {expected}"
         return
     assert got.dtype == expected.dtype
-    scale = expected.abs().norm().item() or 1.0
-    difference = (got - expected).abs().norm().item() / scale
+    scale = expected.abs().double().norm().item() or 1.0
+    difference = (got - expected).abs().double().norm().item() / scale
     assert difference <= tolerance, f"{name}: relative difference {difference}"
 
 
