@@ -179,6 +179,8 @@ def assert_same(got: Result, want: Result, model: Any, tolerance: float, what: s
     for n, (a, b) in enumerate(zip(got.losses, want.losses)):
         assert_close(a.cpu(), b, tolerance, f"{what} loss {n}")
     tensors = dict(model.module.state_dict(keep_vars=True))
+    compared = set().union(*smp.allgather((*got.gradients, *got.state), smp.MP_GROUP))
+    assert compared == {*want.gradients, *want.state}, "not every tensor of the model was compared"
     for name, gradient in got.gradients.items():
         expected = want.gradients[name]
         assert (gradient is None) == (expected is None), (
