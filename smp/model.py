@@ -20,8 +20,9 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from smp import log, model_state, runtime
+from smp.dp.broadcast import broadcast_coalesced
+from smp.dp.buffer_sync import BufferSync
 from smp.dp.reducer import Reducer
-from smp.dp.replicas import BufferSync, broadcast_coalesced
 from smp.dp.uneven import UnevenInputs
 from smp.errors import StepError, UsageError
 from smp.nested import flatten
