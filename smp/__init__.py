@@ -1,6 +1,7 @@
 """smp: model-parallel training for PyTorch. Importing it has no side effects; everything starts with `smp.init()`."""
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 __version__ = "0.1.0"
@@ -47,6 +48,8 @@ def __getattr__(name: str) -> Any:
         value = getattr(import_module(_EXPORTS[name]), name)
         globals()[name] = value
         return value
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
+        return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

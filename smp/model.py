@@ -271,8 +271,7 @@ class DistributedModel(nn.Module):
                 if stages.is_local(name) or not isinstance(tensor, Parameter):
                     tensor.data = tensor.data.to(device)
                 else:
-                    tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-                    tensor.untyped_storage().resize_(0)
+                    tensor.data = stages_mod.hollow(tensor, device)
 
     def _take_weights_of_first_replica(self, stages: StageMap) -> None:
         group = self._rt.group(CommGroup.RDP_GROUP)

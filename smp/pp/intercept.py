@@ -7,6 +7,7 @@
 A thread that runs no step function sees torch's own behaviour.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,7 +36,8 @@ def intercepted(backward: Callable[[list[Any], list[Any]], None]) -> Iterator[No
     previous = getattr(_checkpoint_inner, _HOOK, None)
 
     def autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-        if current.streams is None or (current.program is not None and current.program.in_node):
+        inside_autograd = torch._C._current_graph_task_id() != -1  # a reentrant checkpoint recomputes
+        if current.streams is None or inside_autograd or (current.program is not None and current.program.in_node):
             plain_backward(tensors, grad_tensors, *args, **kwargs)
             return
         many = list(tensors) if isinstance(tensors, tuple | list) else [tensors]
@@ -82,7 +84,8 @@ def _checkpoint_in_step(function: Any, *args: Any, **kwargs: Any) -> Any:
     is_module = isinstance(module, nn.Module)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return _checkpoint_inner(function, *args, **options, **kwargs)
+        # The reentrant form takes no keyword arguments for the function.
+        return _checkpoint_inner(functools.partial(function, **kwargs), *args, **options)
 
     program = _in_glue()
     if program is not None and is_module:

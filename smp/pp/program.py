@@ -120,7 +120,9 @@ class Program:
             return None
         local = leaf if owner == self.rank else None
         requires_grad = leaf.requires_grad and torch.is_grad_enabled()
-        value = Value(owner, self, tuple(leaf.shape), leaf.stride(), leaf.dtype, requires_grad, local)
+        assert self.engine.stages is not None
+        stride = self.engine.stages.stride_of(leaf)
+        value = Value(owner, self, tuple(leaf.shape), stride, leaf.dtype, requires_grad, local)
         value.parameter = leaf
         if requires_grad or not leaf.requires_grad:
             self._known[id(leaf)] = (leaf, value)

@@ -40,6 +40,7 @@ class StageMap:
         self.rank = rank
         self.stage_of: dict[str, int] = {}  # name of parameter or buffer -> stage
         self._owner: dict[int, int] = {}  # id of parameter or adopted buffer -> stage
+        self._stride: dict[int, tuple[int, ...]] = {}  # as it was before another stage's memory was given back
         self._keep: list[torch.Tensor] = []
         self._buffer_names: dict[int, str] = {}
         self._trainable: dict[str, list[torch.Tensor]] = {}
@@ -50,6 +51,7 @@ class StageMap:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     self._owner.setdefault(id(parameter), stage)
+                    self._stride[id(parameter)] = parameter.stride()
                     self.stage_of[_join(prefix, name)] = self._owner[id(parameter)]
                     self._keep.append(parameter)
             for name, buffer in module._buffers.items():
@@ -71,6 +73,10 @@ class StageMap:
     def owner_of(self, tensor: torch.Tensor) -> int | None:
         return self._owner.get(id(tensor))
 
+    def stride_of(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """The stride that the tensor has on its owner."""
+        return self._stride.get(id(tensor), tensor.stride())
+
     def is_buffer(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._buffer_names
 
@@ -91,17 +97,16 @@ class StageMap:
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def free_others(self) -> None:
-        """Give back the memory of parameters that live on other stages. Their Parameter objects stay the same ones."""
-        mine = {
-            p.untyped_storage()._cdata for p in self.root.parameters() if self._owner[id(p)] == self.rank and not p.is_meta
-        }
-        for parameter in self.root.parameters():
-            if self._owner[id(parameter)] == self.rank or parameter.is_meta:
-                continue
-            parameter.grad = None
-            if parameter.untyped_storage()._cdata in mine:  # a view of memory that this stage needs
-                parameter.data = torch.empty_like(parameter.data)
-            parameter.untyped_storage().resize_(0)
+        """Give back the memory of parameters that live on other stages.
+
+        The Parameter objects stay the same ones, with their shape, dtype and device; their data is one NaN (zero for
+        integers) seen everywhere, so that reading them shows and writing them raises. (A storage resized to nothing would
+        crash the process on the first touch.)
+        """
+        for parameter in dict.fromkeys(self.root.parameters()):
+            if self._owner[id(parameter)] != self.rank and not parameter.is_meta:
+                parameter.grad = None
+                parameter.data = hollow(parameter, parameter.device)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -172,6 +177,12 @@ class StageMap:
             return None
         stage = self.assignment.get(name)
         return None if stage is None and _has_parameters(module) else (self._key(name, module), stage)
+
+
+def hollow(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the same shape and dtype with the memory of one element."""
+    filler = float("nan") if like.is_floating_point() or like.is_complex() else 0
+    return torch.full((), filler, dtype=like.dtype, device=device).expand(like.shape)
 
 
 def scoped_call(module: nn.Module) -> Callable[..., Any]:
