@@ -183,7 +183,8 @@ def _automatic(root: nn.Module, num_stages: int, order: Sequence[str] | None) ->
             return
         own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
         seen.update(id(p) for p in own)
-        units.append(_Unit(name, module, False, sum(p.numel() for p in own), pin))
+        if own or pin is not None:  # else there is nothing to place, and it must not take up a stage
+            units.append(_Unit(name, module, False, sum(p.numel() for p in own), pin))
         full = [(f"{name}.{child}" if name else child, m) for child, m in children]
         full.sort(key=lambda item: position.get(item[0], len(position)) if position else 0)
         for child_name, child in full:
