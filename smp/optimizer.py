@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from smp import grad_norm, log, runtime
 from smp.comm.entry import enter_collective
 from smp.dp import optimizer_state
-from smp.dp.optimizer_state import PARTIAL_KEY, Layout
+from smp.dp.optimizer_state import Layout
 from smp.errors import UsageError
 from smp.topology import CommGroup
 
@@ -254,7 +254,7 @@ class DistributedOptimizer(Optimizer):
 
     def _load(self, state_dict: Mapping[str, Any]) -> None:
         rt, names = runtime.get(), self._names()
-        if state_dict.get(PARTIAL_KEY, False):
+        if optimizer_state.is_partial(rt, state_dict):
             local = optimizer_state.agree(
                 rt, lambda: optimizer_state.split_partial(rt, self.optimizer, names, state_dict)
             )

@@ -164,6 +164,21 @@ def partial_state_dict(optimizer: Optimizer, names: Mapping[int, str]) -> dict[s
     return state_dict
 
 
+def is_partial(rt: Runtime, state_dict: Mapping[str, Any]) -> bool:
+    """Whether a state dict is a partial one, the same on all ranks of the mp group, which all call this.
+
+    Raises:
+        CheckpointError: some have a partial one and some a full one; on all ranks.
+    """
+    group = rt.group(CommGroup.MP_GROUP)
+    mine = bool(state_dict.get(PARTIAL_KEY, False))
+    partial = rt.transport.all_gather_object(mine, group) if group.size > 1 else [mine]
+    if any(partial) and not all(partial):
+        ranks = [rank for rank, flag in zip(group.ranks, partial) if flag]
+        raise CheckpointError(f"the ranks {ranks} load a partial optimizer state, the others of the replica a full one")
+    return mine
+
+
 def split_partial(
     rt: Runtime, optimizer: Optimizer, names: Mapping[int, str], state_dict: Mapping[str, Any]
 ) -> dict[str, Any]:
