@@ -1,9 +1,9 @@
 """Collectives that gradients flow through, in dual pairs: the backward of one is the forward of the other.
 
 Two kinds of gradient meet here. With **joined batches** each rank of the group computes its own loss from its own part
-of the batch, and the loss that counts is their sum: the gradient of a value that several ranks used is the sum of theirs.
-With a **shared batch** (`prescaled_batch`) all ranks compute one and the same loss redundantly: a value that is equal on
-all ranks has a gradient that is equal on all ranks, and nothing is to be summed unless each rank saw only its part.
+of the batch, and the loss that counts is their sum: the gradient of a value that several ranks used is the sum of
+theirs. With a **shared batch** (`prescaled_batch`) all ranks compute one and the same loss redundantly: a value that is
+equal on all ranks has a gradient that is equal on all ranks; only where each rank saw its part alone is it summed.
 
     joined batches      gather_batch  <->  scatter_sum                all_to_all  <->  all_to_all
     shared batch        copy_in       <->  sum_out                    own_slice   <->  gather_slices
@@ -121,14 +121,14 @@ def gather_batch(x: Tensor, group: Group, dim: int = 0, *, checked: bool = False
 def scatter_sum(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     """[.., size * n, ..] partial sums of the joined tensor -> [.., n, ..] own part of the sum.
 
-    Forward: reduce_scatter along `dim`. Dual: gather_batch; every rank's partial sum gets the whole gradient = all_gather.
-    Saves nothing.
+    Forward: reduce_scatter along `dim`. Dual: gather_batch; every rank's partial sum gets the whole gradient =
+    all_gather. Saves nothing.
     """
     return x if group.size == 1 else _ScatterSum.apply(x, group, dim)
 
 
 def all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: int, *, checked: bool = False) -> Tensor:
-    """[.., size * a, .., b, ..] -> [.., a, .., size * b, ..]: own batch and all features <-> all batches and own features.
+    """[.., size * a, .., b, ..] -> [.., a, .., size * b, ..]: own batch, all features <-> all batches, own features.
 
     Forward: all_to_all. Dual: all_to_all with the two dimensions exchanged. Saves nothing. `checked`: as in
     collectives.all_to_all.
@@ -166,7 +166,7 @@ def own_slice(x: Tensor, group: Group, dim: int) -> Tensor:
 def gather_slices(x: Tensor, group: Group, dim: int) -> Tensor:
     """[.., n, ..] own slice -> [.., size * n, ..] whole, equal on every rank.
 
-    Forward: all_gather along `dim`. Dual: own_slice; the gradient of the whole is equal on every rank = own slice of it.
-    Saves nothing.
+    Forward: all_gather along `dim`. Dual: own_slice; the gradient of the whole is equal on every rank = own slice
+    of it. Saves nothing.
     """
     return x if group.size == 1 else _GatherSlices.apply(x, group, dim)

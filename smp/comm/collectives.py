@@ -18,8 +18,8 @@ another of the two, is found out for free; the process-group path exchanges the 
 
 MPI knows no bf16 or fp16: such values are summed in fp32 and rounded once.
 
-A tensor that stands for a shape only (meta, or a fake one: a rank works out the structure of what another rank computes)
-is not sent; the result has the right shape and no data.
+A tensor that stands for a shape only (meta, or a fake one: a rank works out the structure of what another rank
+computes) is not sent; the result has the right shape and no data.
 """
 
 import zlib
@@ -149,7 +149,7 @@ def broadcast(tensor: Tensor, group: Group, source: int) -> Tensor:
     elsewhere the argument gives shape and dtype."""
     if group.size == 1 or is_structure(tensor):
         return tensor
-    out = tensor.contiguous() if group.rank == source else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    out = tensor.contiguous() if group.rank == source else tensor.new_empty(tensor.shape)
     comm = _mpi_comm(tensor, group)
     if comm is None:
         with _blocking("broadcast", group):
@@ -179,8 +179,9 @@ def _exchange(pieces: Sequence[Tensor], group: Group, call: str) -> Tensor:
     out[group.rank].copy_(pieces[group.rank])
 
     def complete() -> bool:
-        arrived = all([receive.test() for receive in receives.values()])
-        return all([send.Test() for send in sends]) and arrived
+        arrived = sum(receive.test() for receive in receives.values())
+        sent = sum(bool(send.Test()) for send in sends)
+        return arrived + sent == 2 * len(others)
 
     runtime.get().monitor.wait(complete, _name(call, group), group.ranks)
     if any(receive.digest != digest for receive in receives.values()):

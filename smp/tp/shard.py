@@ -73,7 +73,7 @@ class ShardSpec:
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
-        """Start and stop, along `dim` of the whole tensor, of what this part holds, in the order in which it holds it."""
+        """Start and stop along `dim` of what this part holds of the whole tensor, in the order in which it holds it."""
         starts = accumulate(self.sections, initial=0)
         return tuple(
             (start + self.part * (size // self.num_parts), start + (self.part + 1) * (size // self.num_parts))
@@ -93,7 +93,9 @@ class ShardSpec:
         if tuple(whole.shape) != self.global_shape:
             raise ValueError(f"expected a whole tensor of shape {self.global_shape}, got {tuple(whole.shape)}")
         pieces = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
-        return torch.cat(pieces, self.dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
+        if len(pieces) > 1:
+            return torch.cat(pieces, self.dim)
+        return pieces[0].clone(memory_format=torch.contiguous_format)
 
     def merge(self, parts: Sequence[Tensor]) -> Tensor:
         """All parts, `num_parts` times [local_shape] in order of part -> the whole tensor [global_shape].
