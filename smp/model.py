@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from smp import log, model_state, runtime
+from smp import grad_norm, log, model_state, runtime
 from smp.dp.broadcast import broadcast_coalesced
 from smp.dp.buffer_sync import BufferSync
 from smp.dp.reducer import Reducer
@@ -110,6 +110,7 @@ class DistributedModel(nn.Module):
         self._first_step_done = False
         self.forward = self._wrap_forward(module.forward)
         rt.model = self
+        grad_norm.intercept_torch()  # a per-rank norm would let replicas drift apart silently
         if rt.topology.pp_size == 1:
             self._partition(None)
 
