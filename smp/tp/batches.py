@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smp import log
+from smp import log, runtime
 from smp.errors import StepError
 from smp.groups import Group
 from smp.runtime import Runtime
@@ -37,29 +37,34 @@ def _checksum(tensor: Tensor) -> int:
     return zlib.crc32(memory)
 
 
-def check_same_batch(tensors: Sequence[Tensor], group: Group, runtime: Runtime | None = None) -> None:
+def check_same_batch(tensors: Sequence[Tensor], group: Group) -> None:
     """Raises unless all ranks of a group brought the same tensors. Collective over the group.
 
     Raises:
         StepError: on every rank of the group; it names the ranks and the arguments to give the sampler.
     """
-    from smp import runtime as runtime_module
-
-    current = runtime or runtime_module.get()
-    answers = current.transport.all_gather_object(digest(tensors), group, "comparing batches")
-    _refuse_different(answers, group.ranks)
+    answers = runtime.get().transport.all_gather_object(digest(tensors), group, "comparing batches")
+    _refuse([_difference(dict(zip(group.ranks, answers)))])
 
 
-def _refuse_different(answers: Sequence[Any], ranks: Sequence[int]) -> None:
-    different = [rank for rank, answer in zip(ranks, answers) if answer != answers[0]]
-    if different:
-        shapes = [entry[0] for entry in answers[0]], [entry[0] for entry in answers[list(ranks).index(different[0])]]
-        detail = f" (shapes {shapes[0]} and {shapes[1]})" if shapes[0] != shapes[1] else ""
+def _difference(answers: dict[int, Any]) -> str | None:
+    """Which ranks of a tensor-parallel group did not get the batch of its first one."""
+    first = next(iter(answers))
+    different = [rank for rank, answer in answers.items() if answer != answers[first]]
+    if not different:
+        return None
+    shapes = [[shape for shape, _, _ in answers[rank]] for rank in (first, different[0])]
+    detail = f" (shapes {shapes[0]} and {shapes[1]})" if shapes[0] != shapes[1] else ""
+    return f"{_list(different)} got another one than rank {first}{detail}"
+
+
+def _refuse(differences: Sequence[str | None]) -> None:
+    found = [text for text in differences if text]
+    if found:
         raise StepError(
-            f"prescaled_batch is True, so all ranks of a tensor-parallel group must get the same batch, but "
-            f"{_list(different)} got another one than rank {ranks[0]}{detail}. Give the sampler "
-            "num_replicas=smp.rdp_size() and rank=smp.rdp_rank() (with prescaled_batch False: smp.dp_size() and "
-            "smp.dp_rank()), and the same seed on all ranks"
+            "prescaled_batch is True, so all ranks of a tensor-parallel group must get the same batch, but "
+            f"{'; '.join(found)}. Give the sampler num_replicas=smp.rdp_size() and rank=smp.rdp_rank(), and the same "
+            "seed on all ranks (smp.dp_size() and smp.dp_rank() are for prescaled_batch False)"
         )
 
 
@@ -94,8 +99,7 @@ class BatchCheck:
             replicas.setdefault(topology.coordinates(rank).rdp, []).append(index)
         prescaled = self._runtime.config.prescaled_batch
         if prescaled:
-            for indexes in replicas.values():
-                _refuse_different([answers[i] for i in indexes], [group.ranks[i] for i in indexes])
+            _refuse([_difference({group.ranks[i]: answers[i] for i in indexes}) for indexes in replicas.values()])
         readers = [indexes[0] for indexes in replicas.values()] if prescaled else list(range(group.size))
         self._warn_of_equal({group.ranks[i]: answers[i] for i in readers}, prescaled)
 
