@@ -302,15 +302,6 @@ class DistributedModel(nn.Module):
                 rt.group(CommGroup.RDP_GROUP),
                 self._uneven,
             )
-        self._uneven.synchronize = self._synchronize_after_join
-
-    def _synchronize_after_join(self) -> None:
-        for kind, scaled in ((CommGroup.DP_GROUP, False), (CommGroup.RDP_GROUP, True)):
-            group = self._rt.group(kind)
-            tensors = [*(p.data for p in self.local_parameters()), *self.local_buffers()]
-            mine = [t for t in tensors if bool(getattr(t, "_smp_scaled_batch", False)) is scaled]
-            if group.size > 1 and mine:
-                broadcast_coalesced(mine, group, self._uneven.source(group), "smp.DistributedModel.join")
 
     def _describe_partition(self, stages: StageMap) -> str:
         counts: dict[int, int] = {}

@@ -180,6 +180,8 @@ class Reducer:
             self._head = 0
             self._open = [len(bucket.params) for bucket in self._buckets]
             self._done = [False] * len(self._params)
+            for bucket in self._buckets:
+                bucket.begin()
             self._agree_on_plan()
 
     def mark_done(self, param: Parameter) -> None:
@@ -366,7 +368,10 @@ class Reducer:
         if self._done[index] or index not in self._bucket_of:
             return
         self._done[index] = True
-        self._open[self._bucket_of[index][0]] -= 1
+        number, member = self._bucket_of[index]
+        self._open[number] -= 1
+        if number == self._head:
+            self._buckets[number].stage(member, self.uneven.scale(self._groups[index]))
         while self._head < len(self._buckets) and self._open[self._head] == 0:
             self._launch_next()
 

@@ -102,8 +102,14 @@ class Reduction(ABC):
     def complete(self) -> None:
         """Waits for the sum and puts it into the members' `grad`. Does nothing when nothing is on its way."""
 
-    def adopt(self, member: int) -> None:  # noqa: B027 (only gradients that live in the bucket need it)
+    def begin(self) -> None:  # noqa: B027 (optional)
+        """A pass that is reduced starts."""
+
+    def adopt(self, member: int) -> None:  # noqa: B027 (optional)
         """The member's gradient has just changed."""
+
+    def stage(self, member: int, scale: float) -> None:  # noqa: B027 (optional)
+        """The member's gradient is final and this bucket is the next one: it may be copied while it is in cache."""
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each member's part of `flat`, in the member's (real) shape."""
@@ -159,26 +165,41 @@ class CopiedReduction(Reduction):
         super().__init__(index, bucket, named, group)
         self._lane = lane
         self._number = lane.enter(self.size)
-        self._late_scale: float | None = None
+        self._widened = self.params[0].dtype.to_real() != lane.dtype
+        self._scale = 1.0
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
+        self._staged = [False] * len(self.params)
+
+    def begin(self) -> None:
+        self._staged = [False] * len(self.params)
+
+    def adopt(self, member: int) -> None:
+        self._staged[member] = False
+
+    @torch.no_grad()
+    def stage(self, member: int, scale: float) -> None:
+        if self._buffer is None:
+            self._buffer = self._lane.take(self._number, self)[: self.size]
+            self._views = self.views(self._buffer)
+        elif not any(self._staged):
+            self._lane.take(self._number, self)
+        grad, view = self.gradient(member), self._views[member]
+        if grad is None:
+            view.zero_()
+        elif self._widened:
+            view.copy_(grad)
+        else:
+            torch.mul(grad, scale, out=view)
+        self._staged[member] = True
 
     @torch.no_grad()
     def launch(self, scale: float) -> None:
-        buffer = self._lane.take(self._number, self)
-        if self._buffer is None:
-            self._buffer = buffer[: self.size]
-            self._views = self.views(self._buffer)
-        widened = self.params[0].dtype.to_real() != self._lane.dtype
-        self._late_scale = scale if widened else None
-        for member, view in enumerate(self._views):
-            grad = self.gradient(member)
-            if grad is None:
-                view.zero_()
-            elif widened:
-                view.copy_(grad)
-            else:
-                torch.mul(grad, scale, out=view)
+        for member, is_staged in enumerate(self._staged):
+            if not is_staged:
+                self.stage(member, scale)
+        assert self._buffer is not None
+        self._scale = scale
         self.write_flags(self._buffer[self.bucket.numel :])
         self._work = dist.all_reduce(self._buffer, group=self.group.process_group, async_op=True)
 
@@ -189,8 +210,8 @@ class CopiedReduction(Reduction):
         wait(self._work, self.call, self.group)
         self._work = None
         assert self._buffer is not None
-        if self._late_scale is not None:
-            self._buffer[: self.bucket.numel].mul_(self._late_scale)
+        if self._widened:
+            self._buffer[: self.bucket.numel].mul_(self._scale)
         self.write_back(self._views, self._buffer[self.bucket.numel :])
 
 

@@ -405,6 +405,25 @@ def test_a_gradient_after_its_bucket_was_reduced_is_an_error() -> None:
             assert_same_gradients(model, reference, factor=2.0)
 
 
+@pytest.mark.parametrize("views", [False, True])
+@on_ranks(2, config=DDP)
+def test_a_gradient_that_comes_twice_before_its_bucket_is_reduced_counts_twice(views: bool) -> None:
+    """A failure means that a gradient copied ahead of its reduction hides what arrives after the copy."""
+    model = chain()
+    reference = copy.deepcopy(model)
+    reducer = make_reducer(model, gradient_as_bucket_view=views)  # one bucket
+    loss_of(model, my_part(batch(0, 4))).backward()
+    model.zero_grad()
+    reducer.open_step()
+    reducer.last_microbatch()
+    for part in (model[3], model):
+        loss_of(part, my_part(batch(0, 4))).backward()
+    reducer.close_step()
+    for part in (reference[3], reference):
+        loss_of(part, batch(0, 4)).backward()
+    assert_same_gradients(model, reference)
+
+
 @on_ranks(2, config=DDP)
 def test_reentrant_checkpoints_are_part_of_the_pass_around_them() -> None:
     """A failure means one pass per checkpointed segment: passes miscounted, and every gradient reduced many times."""
