@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smp.comm.transport import Channel, Request
-from smp.errors import StepError
+from smp.errors import CommError, StepError
 from smp.pp.placed import current
 from smp.pp.structure import Structure
 from smp.rng import Streams, mix
@@ -148,4 +148,9 @@ class StepContext:
         program = current.program
         where = f"microbatch {program.index}: " if program is not None else ""
         source = self.engine.ranks[stage]
-        self.engine.monitor.wait(request.test, f"smp.step, {where}{what} from stage {stage}", [source])
+        try:
+            self.engine.monitor.wait(request.test, f"smp.step, {where}{what} from stage {stage}", [source])
+        except CommError as error:
+            if what in str(error):
+                raise
+            raise CommError(f"{where}{what}: {error}") from error

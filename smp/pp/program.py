@@ -156,9 +156,11 @@ class Program:
         if owner is None:
             operands = [value for value in values if value is not None]
             owner = max(operands, key=lambda value: (value.numel, value.order)).owner
-        for value in values:
+        for index, value in enumerate(values):
             if value is not None:
                 value.check_fresh()
+            elif hides_placed(leaves[index]):
+                raise self._hidden(name, spec, leaves, index)
         signature = (
             key,
             spec,
@@ -352,6 +354,17 @@ class Program:
             "that produces and uses the varying tensor on one stage (smp.set_partition)."
         )
 
+    @staticmethod
+    def _hidden(name: str, spec: Spec, leaves: list[Any], index: int) -> StepError:
+        args, kwargs = unflatten(spec, list(range(len(leaves))))
+        named = {**{str(position): arg for position, arg in enumerate(args)}, **kwargs}
+        argument = next(label for label, arg in named.items() if index in flatten(arg)[0])
+        return StepError(
+            f"argument '{argument}' of '{name}' at {user_line()} is a {type(leaves[index]).__qualname__} that holds a tensor "
+            "of another call in an attribute; such a tensor cannot be moved between stages. Pass tensors themselves, or in "
+            "a list, tuple, dict, mapping or dataclass."
+        )
+
     def _replay_draws(self, function: Any, leaves: list[Any], spec: Spec, values: list[Value | None]) -> None:
         """Take the same random numbers from the glue stream as the owner's call does."""
         dummies = [
@@ -466,6 +479,14 @@ class _Identity(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return gradient
+
+
+def hides_placed(leaf: Any) -> bool:
+    """Whether an object that is no container holds a placed tensor in an attribute."""
+    attributes = getattr(leaf, "__dict__", None)
+    if not attributes or isinstance(leaf, torch.Tensor | nn.Module | type):
+        return False
+    return any(type(x) is Placed for x in attributes.values())
 
 
 def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
