@@ -1,10 +1,10 @@
 """`smp.DistributedModel`: the user's module, spread over the ranks.
 
-    CREATED  --- pipeline degree 1: at once; otherwise: first call of the model in a step --->  PARTITIONED
-      the whole module on every rank                      1. tensor-parallel replacement
-                                                          2. stages assigned, other stages' memory freed
-                                                          3. weights of rdp_rank 0 everywhere, loaded state applied
-                                                          4. reducer made, optimizer told, post-partition hooks run
+CREATED  --- pipeline degree 1: at once; otherwise: first call of the model in a step --->  PARTITIONED
+  the whole module on every rank                      1. tensor-parallel replacement
+                                                      2. stages assigned, other stages' memory freed
+                                                      3. weights of rdp_rank 0 everywhere, loaded state applied
+                                                      4. reducer made, optimizer told, post-partition hooks run
 """
 
 import enum
@@ -53,8 +53,8 @@ class DistributedModel(nn.Module):
         trace_device: "gpu" or "cpu"; fake tensors need neither, so it has no effect.
         trace_execution_times, trace_memory_usage: no effect yet: the partition balances parameters.
         overlapping_allreduce: reduce gradients while the backward still runs; False reduces at its end.
-        backward_passes_per_step: passes whose gradients add up before they are reduced (gradient accumulation). Gradients
-            are not divided by it.
+        backward_passes_per_step: passes whose gradients add up before they are reduced (gradient accumulation).
+            Gradients are not divided by it.
         average_grads_across_microbatches: gradients are the mean over microbatches; False: the sum.
         bucket_cap_mb: size of the flat buckets in which gradients are reduced, in MiB.
         broadcast_buffers: replicas take the buffers of the first one before each training pass.
@@ -87,7 +87,7 @@ class DistributedModel(nn.Module):
         if debug_enabled() and rt.topology.pp_size > 1:
             self.engine.debug = Comparison(rt)
         self.reducer: Reducer | None = None
-        self._reducer_options = {
+        self._reducer_options: dict[str, Any] = {
             "overlap": overlapping_allreduce,
             "bucket_cap_mb": bucket_cap_mb,
             "gradient_as_bucket_view": gradient_as_bucket_view,
@@ -143,7 +143,9 @@ class DistributedModel(nn.Module):
             self.reducer.watch([leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)])
         return output
 
-    def backward(self, tensors: Tensor | Sequence[Tensor], grad_tensors: Tensor | Sequence[Tensor] | None = None) -> None:
+    def backward(
+        self, tensors: Tensor | Sequence[Tensor], grad_tensors: Tensor | Sequence[Tensor] | None = None
+    ) -> None:
         """Gradients of `tensors` with respect to all parameters, on every stage; only inside a step function when the
         model is pipelined.
 
@@ -174,7 +176,9 @@ class DistributedModel(nn.Module):
             return
         program = current.program
         if program is None:
-            raise StepError("model.backward was called outside a step function; call it inside one decorated with @smp.step.")
+            raise StepError(
+                "model.backward was called outside a step function; call it inside one decorated with @smp.step."
+            )
         self._begin_pass()
         program.backward(tensors, gradients, scale)
 
@@ -182,13 +186,13 @@ class DistributedModel(nn.Module):
         for tensor, gradient in zip(tensors, gradients, strict=True):
             if not isinstance(tensor, Tensor) or not tensor.requires_grad:
                 raise StepError(
-                    "backward: the loss does not depend on any parameter that requires a gradient, or was computed under "
-                    "torch.no_grad()."
+                    "backward: the loss does not depend on any parameter that requires a gradient, or was computed "
+                    "under torch.no_grad()."
                 )
             if gradient is None and tensor.numel() != 1:
                 raise StepError(
-                    f"backward: a tensor of shape {tuple(tensor.shape)} needs grad_tensors; only a one-element loss has an "
-                    "implied gradient of 1."
+                    f"backward: a tensor of shape {tuple(tensor.shape)} needs grad_tensors; only a one-element loss "
+                    "has an implied gradient of 1."
                 )
         assert self.reducer is not None
         streams = current.streams
@@ -278,7 +282,7 @@ class DistributedModel(nn.Module):
         group = self._rt.group(CommGroup.RDP_GROUP)
         if group.size == 1:
             return
-        tensors = [p.data for p in self.local_parameters()] + [b for b in self.local_buffers()]
+        tensors = [*(p.data for p in self.local_parameters()), *self.local_buffers()]
         broadcast_coalesced(tensors, group, 0, "smp.DistributedModel (initial weights)")
 
     def _make_reducer(self) -> None:
@@ -316,7 +320,7 @@ class DistributedModel(nn.Module):
             lines.append(f"  stage {stage}: {counts.get(stage, 0):,} parameters: {', '.join(modules)}")
         return "\n".join(lines)
 
-    # -- steps (called by smp.step) --------------------------------------------------------------------------------------
+    # -- steps (called by smp.step) ------------------------------------------------------------------------------------
 
     def _begin_step(self, num_microbatches: int, arguments: dict[str, Any]) -> None:
         self._num_microbatches = num_microbatches
@@ -328,7 +332,12 @@ class DistributedModel(nn.Module):
                 self.reducer.open_step()
 
     def _sync_buffers(self) -> None:
-        if self._buffer_sync is not None and self.module.training and self.reducer is not None and not self.reducer.pending:
+        if (
+            self._buffer_sync is not None
+            and self.module.training
+            and self.reducer is not None
+            and not self.reducer.pending
+        ):
             self._buffer_sync.before_forward()
 
     def _begin_microbatch(self, index: int) -> None:
@@ -432,7 +441,10 @@ class DistributedModel(nn.Module):
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
     def local_named_parameters(self, recurse: bool = True) -> Iterator[tuple[str, Parameter]]:
-        """Names and parameters that live on this rank. Raises `UsageError` before partition, as all `local_` methods do."""
+        """Names and parameters that live on this rank.
+
+        Raises `UsageError` before partition, as all `local_` methods do.
+        """
         self._need_partition("local_named_parameters")
         return self.named_parameters(recurse=recurse)
 
@@ -529,7 +541,7 @@ class DistributedModel(nn.Module):
         """
         return model_state.full_state_dict(self, gather_to_rank0, cast_to_cpu)
 
-    def load_state_dict(  # type: ignore[override]
+    def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False
     ) -> Any:
         """Load a partial or a full state dict; before partition it is kept and applied then.
@@ -582,6 +594,3 @@ def _check_arguments(rt: Runtime, module: Any, trace_device: str, passes: int, b
         raise UsageError(f"backward_passes_per_step is {passes!r}; it must be a whole number from 1.")
     if not bucket_cap_mb > 0:
         raise UsageError(f"bucket_cap_mb is {bucket_cap_mb!r}; it must be above 0.")
-
-
-

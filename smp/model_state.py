@@ -40,7 +40,9 @@ class StatefulModel(Protocol):
     """What is asked of a `DistributedModel`."""
 
     module: nn.Module
-    stage_of: Mapping[str, int]
+
+    @property
+    def stage_of(self) -> Mapping[str, int]: ...
 
     @property
     def partitioned(self) -> bool: ...

@@ -127,7 +127,7 @@ def _rebuild_mapping(cls: type, context: tuple[tuple[Any, ...], Any], values: li
     keys, default_factory = context
     items = dict(zip(keys, values, strict=True))
     if default_factory is not None:
-        return cls(default_factory, items)  # type: ignore[call-arg]
+        return cls(default_factory, items)
     if dataclasses.is_dataclass(cls):  # ModelOutput: a mapping whose constructor takes its fields
         return cls(**items)
-    return cls(items)  # type: ignore[call-arg]
+    return cls(items)

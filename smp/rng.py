@@ -1,10 +1,10 @@
 """Random numbers that depend neither on the schedule nor on the number of stages.
 
-Inside a step, every module call draws from a stream of its own, split off its caller's stream: on entry the generator is
-seeded with mix(s, 0), on return with mix(s, 1), where s is the seed of the caller's stream. What a call draws therefore
-never shifts what comes after it, so a rank that skips a call stays in step with the rank that runs it, and because the
-seed lives in the generator itself, activation checkpointing restores it with the generator's state. (Splittable streams:
-Claessen and Palka, "Splittable pseudorandom number generators using cryptographic hashing", 2013.)
+Inside a step, every module call draws from a stream of its own, split off its caller's stream: on entry the generator
+is seeded with mix(s, 0), on return with mix(s, 1), where s is the seed of the caller's stream. What a call draws
+therefore never shifts what comes after it, so a rank that skips a call stays in step with the rank that runs it, and
+because the seed lives in the generator itself, activation checkpointing restores it with the generator's state.
+(Splittable streams: Claessen and Palka, "Splittable pseudorandom number generators using cryptographic hashing", 2013.)
 """
 
 from collections.abc import Iterator
@@ -110,10 +110,11 @@ def preserved_after_draw() -> Iterator[int]:
 DETERMINISTIC_MODULES: frozenset[type] = frozenset(
     getattr(torch.nn, name)
     for name in (
-        "Linear Bilinear Identity Embedding EmbeddingBag LayerNorm RMSNorm GroupNorm BatchNorm1d BatchNorm2d BatchNorm3d "
-        "InstanceNorm1d InstanceNorm2d Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d ReLU ReLU6 "
-        "GELU SiLU Mish Tanh Sigmoid Softmax LogSoftmax Softplus ELU CELU SELU LeakyReLU PReLU Hardswish Hardsigmoid "
-        "Hardtanh Flatten Unflatten MaxPool1d MaxPool2d AvgPool1d AvgPool2d AdaptiveAvgPool1d AdaptiveAvgPool2d "
-        "CrossEntropyLoss MSELoss L1Loss NLLLoss BCELoss BCEWithLogitsLoss ZeroPad2d Upsample PixelShuffle"
+        "Linear Bilinear Identity Embedding EmbeddingBag LayerNorm RMSNorm GroupNorm BatchNorm1d BatchNorm2d "
+        "BatchNorm3d InstanceNorm1d InstanceNorm2d Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d "
+        "ConvTranspose3d ReLU ReLU6 GELU SiLU Mish Tanh Sigmoid Softmax LogSoftmax Softplus ELU CELU SELU LeakyReLU "
+        "PReLU Hardswish Hardsigmoid Hardtanh Flatten Unflatten MaxPool1d MaxPool2d AvgPool1d AvgPool2d "
+        "AdaptiveAvgPool1d AdaptiveAvgPool2d CrossEntropyLoss MSELoss L1Loss NLLLoss BCELoss BCEWithLogitsLoss "
+        "ZeroPad2d Upsample PixelShuffle"
     ).split()
 )

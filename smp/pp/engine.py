@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Engine:
     """Runs one model over the stages of this rank's pipeline group.
 
-    `stages` says which stage owns which module, parameter and buffer; None until the model is partitioned, which the first
-    call of the model, or the first use of one of its parameters, brings about through `partition`.
+    `stages` says which stage owns which module, parameter and buffer; None until the model is partitioned, which the
+    first call of the model, or the first use of one of its parameters, brings about through `partition`.
     """
 
     def __init__(self, runtime: "Runtime", partition: Callable[[], "StageMap"], managed: Callable[[Any], bool]) -> None:
@@ -68,8 +68,8 @@ def _no_backward(tensors: list[Any], gradients: list[Any]) -> None:
 class Reach:
     """Which parameters unfinished nodes of the step can still reach.
 
-    Counts nodes for each parameter. Once `seal` has said that no new forward is to come, a parameter whose count falls to
-    zero is done, and `on_done` may reduce it while the rest of the backward still runs.
+    Counts nodes for each parameter. Once `seal` has said that no new forward is to come, a parameter whose count falls
+    to zero is done, and `on_done` may reduce it while the rest of the backward still runs.
     """
 
     def __init__(self, on_done: Callable[[torch.Tensor], None]) -> None:

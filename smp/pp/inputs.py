@@ -101,7 +101,7 @@ def _describe(leaf: Any) -> Any:
 def place_arguments(program: Program, arguments: dict[str, Any]) -> dict[str, Any]:
     """One microbatch's arguments as glue code sees them: what was not sent everywhere is placed on stage 0."""
     leaves, spec = flatten(arguments, keep_tensorless=True)
-    return unflatten(spec, [_place(program, leaf) for leaf in leaves])  # type: ignore[no-any-return]
+    return unflatten(spec, [_place(program, leaf) for leaf in leaves])
 
 
 def _place(program: Program, leaf: Any) -> Any:

@@ -24,8 +24,8 @@ from smp.pp.program import Program, unwrap_partial
 plain_backward = torch.autograd.backward
 _plain_apply = torch.autograd.Function.__dict__["apply"].__func__
 _checkpoint = torch.utils.checkpoint.checkpoint
-# The function behind the decorator that keeps the compiler out. It looks up this attribute on every call, so that setting
-# it also reaches the references that models took when they were built.
+# The function behind the decorator that keeps the compiler out. It looks up this attribute on every call, so that
+# setting it also reaches the references that models took when they were built.
 _checkpoint_inner = _checkpoint.__wrapped__  # type: ignore[attr-defined]
 _HOOK = "__dynamo_disable"
 
@@ -88,7 +88,7 @@ def _checkpoint_in_step(function: Any, *args: Any, **kwargs: Any) -> Any:
         return _checkpoint_inner(functools.partial(function, **kwargs), *args, **options)
 
     program = _in_glue()
-    if program is not None and is_module:
+    if program is not None and isinstance(module, nn.Module):
         return _checkpoint_module(program, module, function, run, args, kwargs)
     # A module has a stream of its own already; any other function gets one here.
     seed = None if is_module else streams.enter()
@@ -106,7 +106,8 @@ def _checkpoint_module(program: Program, module: nn.Module, function: Any, run: 
     if node is None:
         warn_once(
             f"checkpoint {id(module)}",
-            f"module '{type(module).__name__}' lies on several stages and is not checkpointed; checkpoint the modules inside it.",
+            f"module '{type(module).__name__}' lies on several stages and is not checkpointed; checkpoint the modules "
+            "inside it.",
         )
         return function(*args, **kwargs)
     key, stage = node
@@ -118,5 +119,3 @@ def _describe(function: Any) -> str:
 
 
 _CHECKPOINT_OPTIONS = ("use_reentrant", "context_fn", "determinism_check", "debug", "preserve_rng_state", "early_stop")
-
-

@@ -45,8 +45,6 @@ class StepOutput:
         return f"StepOutput({len(self.outputs)} microbatches: {shapes})"
 
 
-
-
 def split_arguments(
     arguments: dict[str, Any], num_microbatches: int, non_split: Sequence[str], axes: dict[str, int]
 ) -> list[dict[str, Any]]:
@@ -79,15 +77,15 @@ def _split_leaf(name: str, leaf: Any, count: int, axis: int) -> Sequence[Any]:
     if not -leaf.dim() <= axis < leaf.dim():
         raise StepError(
             f"step argument '{name}' has shape {tuple(leaf.shape)}, which has no axis {axis} to split into {count} "
-            f"microbatches. Name its batch axis with smp.step(input_split_axes={{'{name}': axis}}) or pass it whole with "
-            f"smp.step(non_split_inputs=['{name}'])."
+            f"microbatches. Name its batch axis with smp.step(input_split_axes={{'{name}': axis}}) or pass it whole "
+            f"with smp.step(non_split_inputs=['{name}'])."
         )
     length = leaf.shape[axis]
     if length % count:
         raise StepError(
-            f"step argument '{name}' has shape {tuple(leaf.shape)}: axis {axis} of length {length} does not divide into "
-            f"{count} microbatches. Use a batch that is a multiple of {count}, another 'microbatches', or pass the argument "
-            f"whole with smp.step(non_split_inputs=['{name}'])."
+            f"step argument '{name}' has shape {tuple(leaf.shape)}: axis {axis} of length {length} does not divide "
+            f"into {count} microbatches. Use a batch that is a multiple of {count}, another 'microbatches', or pass "
+            f"the argument whole with smp.step(non_split_inputs=['{name}'])."
         )
     return leaf.split(length // count, dim=axis)
 
@@ -95,8 +93,8 @@ def _split_leaf(name: str, leaf: Any, count: int, axis: int) -> Sequence[Any]:
 def merge_outputs(outputs: list[Any]) -> Any:
     """One nested object from the returned objects of all microbatches.
 
-    The structure is kept; each tensor becomes a `StepOutput`, each other leaf a list over microbatches. When microbatches
-    returned different structures, the result is the plain list of what they returned.
+    The structure is kept; each tensor becomes a `StepOutput`, each other leaf a list over microbatches. When
+    microbatches returned different structures, the result is the plain list of what they returned.
     """
     flat: list[list[Any]] = []
     specs: list[Spec] = []

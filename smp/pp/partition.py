@@ -51,7 +51,9 @@ def set_partition(module: nn.Module, stage: int) -> None:
     _check_stage(stage, "smp.set_partition")
     model = runtime.get().model
     if model is not None and model.partitioned and model.owns_module(module):
-        raise PartitionError("smp.set_partition was called after the model was partitioned; call it before the first step.")
+        raise PartitionError(
+            "smp.set_partition was called after the model was partitioned; call it before the first step."
+        )
     setattr(module, _PINNED, stage)
 
 
@@ -61,7 +63,8 @@ def _check_stage(stage: int, call: str) -> None:
     count = runtime.get().topology.pp_size
     if not isinstance(stage, int) or isinstance(stage, bool) or not 0 <= stage < count:
         raise PartitionError(
-            f"{call} got stage {stage!r}; with pipeline_parallel_degree {count} a stage is a number from 0 to {count - 1}."
+            f"{call} got stage {stage!r}; with pipeline_parallel_degree {count} a stage is a number from 0 to "
+            f"{count - 1}."
         )
 
 
@@ -120,7 +123,9 @@ def _check_pins(root: nn.Module, num_stages: int) -> None:
     for name, module in root.named_modules():
         pin = _pin(module)
         if pin is not None and pin >= num_stages:
-            raise PartitionError(f"module '{name}' is placed on stage {pin}, but there are {num_stages} stages (0 to {num_stages - 1}).")
+            raise PartitionError(
+                f"module '{name}' is placed on stage {pin}, but there are {num_stages} stages (0 to {num_stages - 1})."
+            )
 
 
 def _pin(module: nn.Module) -> int | None:
@@ -216,15 +221,15 @@ def contiguous(costs: Sequence[int], num_parts: int) -> list[int]:
         prefix.append(prefix[-1] + cost)
     infinite = float("inf")
     # best[k][i]: smallest largest cost of the first i items in k parts; cut[k][i]: where the last of them begins
-    best = [[infinite] * (count + 1) for _ in range(parts + 1)]
+    best: list[list[float]] = [[infinite] * (count + 1) for _ in range(parts + 1)]
     cut = [[0] * (count + 1) for _ in range(parts + 1)]
-    best[0][0] = 0
+    best[0][0] = 0.0
     for k in range(1, parts + 1):
         for i in range(k, count + 1):
             for j in range(k - 1, i):
-                cost = max(best[k - 1][j], prefix[i] - prefix[j])
-                if cost < best[k][i]:
-                    best[k][i], cut[k][i] = cost, j
+                largest = max(best[k - 1][j], prefix[i] - prefix[j])
+                if largest < best[k][i]:
+                    best[k][i], cut[k][i] = largest, j
     result = [0] * count
     end = count
     for k in range(parts, 0, -1):
@@ -235,7 +240,7 @@ def contiguous(costs: Sequence[int], num_parts: int) -> list[int]:
 
 
 def _join_shared(root: nn.Module, placed: dict[str, int], auto: bool) -> None:
-    """Modules that share a parameter live on one stage: where one of them is pinned, else where the first was placed."""
+    """Modules that share a parameter live on one stage: where one is pinned, else where the first was placed."""
     sharing: dict[int, list[str]] = {}
     for name, module in root.named_modules(remove_duplicate=False):
         for parameter in module.parameters(recurse=False):

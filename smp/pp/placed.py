@@ -42,12 +42,13 @@ class Storage:
 class Value:
     """One tensor that lives on the stage `owner`.
 
-    `local` is, on the owner, a detached leaf with the data (or the Parameter itself), elsewhere None. Everything else is
-    the same on every rank of the pipeline group. `order` counts up in program order.
+    `local` is, on the owner, a detached leaf with the data (or the Parameter itself), elsewhere None. Everything else
+    is the same on every rank of the pipeline group. `order` counts up in program order.
     """
 
     __slots__ = (
-        "owner", "program", "shape", "stride", "dtype", "requires_grad", "local", "copies", "order", "storage", "version",
+        "owner", "program", "shape", "stride", "dtype", "requires_grad", "local", "copies", "order", "storage",
+        "version",
         "hooks", "parameter",
     )  # fmt: skip
 
@@ -119,8 +120,8 @@ class Placed(torch.Tensor):
         name = getattr(func, "__name__", str(func))
         if program is None:
             raise StepError(
-                f"'{name}' was called at {user_line()} on a tensor of a step that is over. Return the tensor from the step "
-                "function; what it returns is available on every rank."
+                f"'{name}' was called at {user_line()} on a tensor of a step that is over. Return the tensor from the "
+                "step function; what it returns is available on every rank."
             )
         if not program.in_node:
             return program.glue_function(func, args, kwargs)
@@ -130,7 +131,9 @@ class Placed(torch.Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise StepError(
             f"{func} at {user_line()} works below torch's function level (torch.vmap, torch.func, a C extension) on a "
             "tensor that lives on one pipeline stage. Put that code inside one module, so that it runs on one stage."
@@ -160,7 +163,8 @@ _PLAIN: frozenset[Any] = frozenset(
         *(
             _getter(name)
             for name in (
-                "shape", "dtype", "device", "ndim", "layout", "is_meta", "is_cuda", "is_cpu", "is_sparse", "is_quantized",
+                "shape", "dtype", "device", "ndim", "layout", "is_meta", "is_cuda", "is_cpu", "is_sparse",
+                "is_quantized",
                 "is_nested", "itemsize", "nbytes", "is_mps", "is_xpu", "is_mkldnn",
             )
         ),
@@ -168,7 +172,8 @@ _PLAIN: frozenset[Any] = frozenset(
             getattr(torch.Tensor, name)
             for name in (
                 "size", "dim", "ndimension", "numel", "nelement", "is_floating_point", "is_complex", "is_contiguous",
-                "__len__", "get_device", "element_size", "stride", "is_signed", "__hash__", "__reduce_ex__", "__deepcopy__",
+                "__len__", "get_device", "element_size", "stride", "is_signed", "__hash__", "__reduce_ex__",
+                "__deepcopy__",
                 "is_inference",
             )
         ),

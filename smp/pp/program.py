@@ -69,7 +69,9 @@ class Program:
         name = getattr(func, "__name__", str(func))
         return self._call(func, name, func, leaves, spec, values, None, is_function=True)
 
-    def call_module(self, name: str, owner: int | None, forward: Callable[..., Any], key: Any, args: Any, kwargs: Any) -> Any:
+    def call_module(
+        self, name: str, owner: int | None, forward: Callable[..., Any], key: Any, args: Any, kwargs: Any
+    ) -> Any:
         """A module that lives on one stage (`owner` None: wherever its operands live), as one node.
 
         `forward` runs it, in a random stream of its own if it may draw. A module without an owner and without placed
@@ -85,7 +87,9 @@ class Program:
             self.step.streams.leave(seed)
         return result
 
-    def call_callable(self, name: str, owner: int | None, function: Callable[..., Any], key: Any, args: Any, kwargs: Any) -> Any:
+    def call_callable(
+        self, name: str, owner: int | None, function: Callable[..., Any], key: Any, args: Any, kwargs: Any
+    ) -> Any:
         """An opaque piece of code (a checkpointed function, an autograd Function) as one node."""
         leaves, spec = flatten((args, kwargs))
         values = [self._value_of(leaf) for leaf in leaves]
@@ -135,9 +139,9 @@ class Program:
 
     def _reject_unknown_parameter(self, parameter: nn.Parameter) -> None:
         raise StepError(
-            f"a parameter of shape {tuple(parameter.shape)} that requires a gradient is used at {user_line()} but belongs to "
-            "no DistributedModel, so only one stage would see its gradient. Make it part of the module given to "
-            "smp.DistributedModel, or call requires_grad_(False) on it."
+            f"a parameter of shape {tuple(parameter.shape)} that requires a gradient is used at {user_line()} but "
+            "belongs to no DistributedModel, so only one stage would see its gradient. Make it part of the module "
+            "given to smp.DistributedModel, or call requires_grad_(False) on it."
         )
 
     # -- one call ------------------------------------------------------------------------------------------------------
@@ -251,7 +255,9 @@ class Program:
         real: list[torch.Tensor] = []
         renewed: dict[int, Value] = {}
         for i, info in zip(structure.written, structure.written_info, strict=True):
-            renewed[i] = self._renew(leaves[i], values[i], arrived[i], info, None if inputs is None else inputs[i], owner)
+            renewed[i] = self._renew(
+                leaves[i], values[i], arrived[i], info, None if inputs is None else inputs[i], owner
+            )
             if info.requires_grad and renewed[i].parameter is None:
                 outputs.append(renewed[i])
                 if inputs is not None:
@@ -260,7 +266,7 @@ class Program:
         made: dict[int, Value] = {}
         for index, info in enumerate(structure.leaves):
             if isinstance(info, SameObject):
-                given.append(leaves[info.index])
+                given.append(leaves[info.input])
                 continue
             if not isinstance(info, TensorInfo):
                 given.append(info if results is None else results[index])
@@ -349,9 +355,9 @@ class Program:
 
     def _unstable(self, name: str) -> StepError:
         return StepError(
-            f"'{name}' gave a result of another structure than before for arguments of the same shapes: the shape, dtype or "
-            "gradient of what it returns depends on data. Let the module return tensors of a fixed shape, or place the code "
-            "that produces and uses the varying tensor on one stage (smp.set_partition)."
+            f"'{name}' gave a result of another structure than before for arguments of the same shapes: the shape, "
+            "dtype or gradient of what it returns depends on data. Let the module return tensors of a fixed shape, "
+            "or place the code that produces and uses the varying tensor on one stage (smp.set_partition)."
         )
 
     @staticmethod
@@ -360,9 +366,9 @@ class Program:
         named = {**{str(position): arg for position, arg in enumerate(args)}, **kwargs}
         argument = next(label for label, arg in named.items() if index in flatten(arg)[0])
         return StepError(
-            f"argument '{argument}' of '{name}' at {user_line()} is a {type(leaves[index]).__qualname__} that holds a tensor "
-            "of another call in an attribute; such a tensor cannot be moved between stages. Pass tensors themselves, or in "
-            "a list, tuple, dict, mapping or dataclass."
+            f"argument '{argument}' of '{name}' at {user_line()} is a {type(leaves[index]).__qualname__} that holds a "
+            "tensor of another call in an attribute; such a tensor cannot be moved between stages. Pass tensors "
+            "themselves, or in a list, tuple, dict, mapping or dataclass."
         )
 
     def _replay_draws(self, function: Any, leaves: list[Any], spec: Spec, values: list[Value | None]) -> None:
@@ -380,7 +386,9 @@ class Program:
     def _tag(self) -> int:
         self._next_tag += 2
         if self._next_tag > self._last_tag:
-            raise StepError("a microbatch has more than 32768 moves between stages; place more of the model on one stage.")
+            raise StepError(
+                "a microbatch has more than 32768 moves between stages; place more of the model on one stage."
+            )
         return self._next_tag
 
     def _send_structure(self, structure: Structure) -> None:
@@ -407,7 +415,9 @@ class Program:
             elif self.rank == stage:
                 local = self.step.receive(value.shape, value.dtype, value.owner, tag, f"an input of '{reader}'")
                 local.requires_grad_(value.requires_grad)
-            copy = Value(stage, self, value.shape, _contiguous_stride(value.shape), value.dtype, value.requires_grad, local)
+            copy = Value(
+                stage, self, value.shape, _contiguous_stride(value.shape), value.dtype, value.requires_grad, local
+            )
             value.copies[stage] = copy
             if value.requires_grad:
                 parameters = [value.parameter] if value.parameter is not None and self.rank == value.owner else []
@@ -426,14 +436,14 @@ class Program:
             value = self._value_of(tensor) if isinstance(tensor, torch.Tensor) else None
             if value is None or not value.requires_grad:
                 raise StepError(
-                    f"backward at {user_line()}: the loss does not depend on any parameter that requires a gradient, or was "
-                    "computed under torch.no_grad()."
+                    f"backward at {user_line()}: the loss does not depend on any parameter that requires a gradient, "
+                    "or was computed under torch.no_grad()."
                 )
             value.check_fresh()
             if gradient is None and value.numel != 1:
                 raise StepError(
-                    f"backward at {user_line()}: a tensor of shape {value.shape} needs grad_tensors; only a one-element loss "
-                    "has an implied gradient of 1."
+                    f"backward at {user_line()}: a tensor of shape {value.shape} needs grad_tensors; only a "
+                    "one-element loss has an implied gradient of 1."
                 )
             seeds.append((value, self._seed(value, gradient, scale)))
         self.num_backwards += 1
@@ -466,18 +476,18 @@ def _as_input(value: Value, shielded: bool) -> torch.Tensor:
         return value.local
     if not shielded or not torch.is_grad_enabled() or not value.requires_grad:
         return value.local if not value.requires_grad or torch.is_grad_enabled() else value.local.detach()
-    return _Identity.apply(value.local)  # type: ignore[no-any-return,no-untyped-call]
+    return _Identity.apply(value.local)
 
 
 class _Identity(torch.autograd.Function):
     """Shares memory and version counter with its input; neither a leaf nor a view."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
 
 
@@ -497,7 +507,8 @@ def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
-# -- functions of torch that need more than running on the owner ----------------------------------------------------------
+# -- functions of torch that need more than running on the owner
+# ----------------------------------------------------------
 
 
 def _requires_grad(program: Program, func: Any, args: Any, kwargs: Any) -> Any:
@@ -572,9 +583,9 @@ def _refuse(program: Program, func: Any, args: Any, kwargs: Any) -> Any:
     if not any(type(leaf) is Placed for leaf in leaves):
         return func(*args, **kwargs)
     raise StepError(
-        f"'{getattr(func, '__qualname__', func)}' at {user_line()} cannot work on a tensor that lives on one pipeline stage. "
-        "Use model.backward(loss) for gradients of parameters, or put that code inside one module, so that it runs on one "
-        "stage."
+        f"'{getattr(func, '__qualname__', func)}' at {user_line()} cannot work on a tensor that lives on one pipeline "
+        "stage. Use model.backward(loss) for gradients of parameters, or put that code inside one module, so that it "
+        "runs on one stage."
     )
 
 

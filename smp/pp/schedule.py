@@ -5,8 +5,8 @@ An action gives the turn to one microbatch's program until it stands at its next
     F k   from the start of the step function to its first backward (or to its end)
     B k   from there to the end of the step function
 
-Until plans are simulated, ranks use the phase order: all forwards of a window in order, then all their backwards in order.
-Every rank of the pipeline group runs the same list, so no two ranks can wait for each other.
+Until plans are simulated, ranks use the phase order: all forwards of a window in order, then all their backwards in
+order. Every rank of the pipeline group runs the same list, so no two ranks can wait for each other.
 
     active = 2, 4 microbatches:   F0 F1 B0 B1 F2 F3 B2 B3
 """
@@ -63,7 +63,8 @@ def from_text(text: str) -> list[Action]:
 
 
 def validate(actions: Sequence[Action], num_microbatches: int, active_microbatches: int) -> None:
-    """Check that each microbatch runs forward once and then backward once, with at most `active_microbatches` in flight.
+    """Check that each microbatch runs forward once and then backward once, with at most `active_microbatches` in
+    flight.
 
     Raises `StepError` with the action list and a mark under the action that is wrong.
     """

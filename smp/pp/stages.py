@@ -1,8 +1,9 @@
 """Which stage owns what, and what that does to the module tree.
 
-During a step the `_call_impl` of every module that matters is replaced on the instance: a module that lives on one stage
-becomes one node, a module that may draw random numbers gets a stream of its own. After the step the tree is the user's own
-again (it can be copied and pickled). Parameters of other stages keep their object, shape and device and lose their memory.
+During a step the `_call_impl` of every module that matters is replaced on the instance: a module that lives on one
+stage becomes one node, a module that may draw random numbers gets a stream of its own. After the step the tree is the
+user's own again (it can be copied and pickled). Parameters of other stages keep their object, shape and device and lose
+their memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from torch import nn
 
 from smp.errors import StepError, UsageError
 from smp.pp.placed import Placed, current, user_line
-from smp.rng import DETERMINISTIC_MODULES, Streams
+from smp.rng import DETERMINISTIC_MODULES
 
 
 class NodeKey(NamedTuple):
@@ -34,7 +35,9 @@ class StageMap:
     stages, and a parameterless one below glue). `own_stage` gives the stage of a glue module's own parameters.
     """
 
-    def __init__(self, root: nn.Module, assignment: dict[str, int | None], own_stage: dict[str, int], rank: int) -> None:
+    def __init__(
+        self, root: nn.Module, assignment: dict[str, int | None], own_stage: dict[str, int], rank: int
+    ) -> None:
         self.root = root
         self.assignment = assignment
         self.rank = rank
@@ -100,8 +103,8 @@ class StageMap:
         """Give back the memory of parameters that live on other stages.
 
         The Parameter objects stay the same ones, with their shape, dtype and device; their data is one NaN (zero for
-        integers) seen everywhere, so that reading them shows and writing them raises. (A storage resized to nothing would
-        crash the process on the first touch.)
+        integers) seen everywhere, so that reading them shows and writing them raises. (A storage resized to nothing
+        would crash the process on the first touch.)
         """
         for parameter in dict.fromkeys(self.root.parameters()):
             if self._owner[id(parameter)] != self.rank and not parameter.is_meta:
@@ -114,7 +117,7 @@ class StageMap:
         """Note which parameters require gradients and which modules train: results' structures depend on it."""
         self._trainable.clear()
         for name, module in self.nodes():
-            trainable = [p for p in dict.fromkeys(module.parameters()) if p.requires_grad]
+            trainable: list[torch.Tensor] = [p for p in dict.fromkeys(module.parameters()) if p.requires_grad]
             if self.assignment[name] == self.rank:
                 self._trainable[name] = trainable
             flags = (
@@ -125,8 +128,9 @@ class StageMap:
         for name, module in self.root.named_modules():
             if self.assignment.get(name) is None and (module._backward_hooks or module._backward_pre_hooks):
                 raise StepError(
-                    f"module '{name or type(module).__name__}' has full backward hooks, but its children lie on several "
-                    "stages, so no rank sees all of its gradients. Register the hook on a module that lives on one stage."
+                    f"module '{name or type(module).__name__}' has full backward hooks, but its children lie on "
+                    "several stages, so no rank sees all of its gradients. Register the hook on a module that lives "
+                    "on one stage."
                 )
 
     def nodes(self) -> Iterator[tuple[str, nn.Module]]:
@@ -153,12 +157,14 @@ class StageMap:
         def call(*args: Any, **kwargs: Any) -> Any:
             program = current.program
             if program is None:
-                raise UsageError(f"module '{label}' lives on a pipeline stage and can only be called inside an @smp.step function.")
+                raise UsageError(
+                    f"module '{label}' lives on a pipeline stage and can only be called inside an @smp.step function."
+                )
             if program.in_node:
                 if stage is not None and stage != self.rank:
                     raise StepError(
-                        f"module '{label}' of stage {stage} is called at {user_line()} from inside {program.in_node}, which "
-                        f"runs on stage {self.rank}. Place both on one stage (smp.set_partition)."
+                        f"module '{label}' of stage {stage} is called at {user_line()} from inside {program.in_node}, "
+                        f"which runs on stage {self.rank}. Place both on one stage (smp.set_partition)."
                     )
                 return inner(*args, **kwargs)
             if stage is None and any(isinstance(x, nn.Module) for x in args):

@@ -40,8 +40,8 @@ def step(
     Args:
         non_split_inputs: names of arguments that every microbatch gets whole.
         input_split_axes: argument name -> the axis it is split on, where that is not 0.
-        detach_outputs: take returned tensors out of the autograd graph. False has an effect with pipeline degree 1 only:
-            with more stages no graph outlives the step.
+        detach_outputs: take returned tensors out of the autograd graph. False has an effect with pipeline degree 1
+            only: with more stages no graph outlives the step.
         microbatches: how many, for this function; by default the configured number.
 
     Returns:
@@ -91,7 +91,8 @@ class _StepFunction:
         unknown = [name for name in (*self._non_split, *self._axes) if name not in parameters]
         if unknown:
             raise StepError(
-                f"smp.step was given the argument names {unknown}, but {self._function.__qualname__} has {list(parameters)}."
+                f"smp.step was given the argument names {unknown}, but {self._function.__qualname__} has "
+                f"{list(parameters)}."
             )
         if self._microbatches is not None and self._microbatches < 1:
             raise StepError(f"smp.step(microbatches={self._microbatches}): must be at least 1.")
@@ -107,7 +108,8 @@ class _StepFunction:
         extra = arguments.pop(variadic, {}) if variadic else {}
 
         def body(parts: dict[str, Any]) -> Any:
-            call = inspect.BoundArguments(self._signature, {k: v for k, v in parts.items() if k not in extra})  # type: ignore[arg-type]
+            given: Any = {name: value for name, value in parts.items() if name not in extra}
+            call = inspect.BoundArguments(self._signature, given)
             return self._function(*call.args, **call.kwargs, **{k: parts[k] for k in extra})
 
         with rng.preserved_after_draw() as seed, ExitStack() as stack:
@@ -163,7 +165,9 @@ class _StepFunction:
     ) -> list[Any]:
         model = rt.model
         if model is None:
-            raise StepError("with pipeline_parallel_degree > 1, make the smp.DistributedModel before calling a step function.")
+            raise StepError(
+                "with pipeline_parallel_degree > 1, make the smp.DistributedModel before calling a step function."
+            )
         engine: Engine = model.engine
         parts, seed = self._share(rt, engine, arguments, count, seed)
         streams = rng.Streams(_salt(rt))
@@ -180,7 +184,9 @@ class _StepFunction:
         turns = Turns(programs, lambda k: body(place_arguments(programs[k], parts[k])))
         context.pause = turns.pause
         actions = phase_order(count, rt.config.active_microbatches)
-        backwards_only = next(i for i in range(len(actions) + 1) if all(a.kind is ActionKind.BACKWARD for a in actions[i:]))
+        backwards_only = next(
+            i for i in range(len(actions) + 1) if all(a.kind is ActionKind.BACKWARD for a in actions[i:])
+        )
 
         def before(position: int) -> None:
             if position == backwards_only and self._single_backward:

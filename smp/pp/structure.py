@@ -23,7 +23,7 @@ _SCALARS = (int, float, complex, bool)
 class SameObject(NamedTuple):
     """A result that is one of the objects the call was given."""
 
-    index: int
+    input: int
 
 
 class Absent:
@@ -36,8 +36,8 @@ class Absent:
         if name.startswith("__"):
             raise AttributeError(name)
         raise StepError(
-            f"'{name}' of a {self._type_name} is used at {user_line()} on a stage that has not got it: the object was made "
-            "on another stage. Use it only in modules of that stage."
+            f"'{name}' of a {self._type_name} is used at {user_line()} on a stage that has not got it: the object was "
+            "made on another stage. Use it only in modules of that stage."
         )
 
 
@@ -129,7 +129,9 @@ def agrees(structure: Structure, leaves: list[Any]) -> bool:
 
 def signature_of(leaf: Any) -> Any:
     """The hashable part of one plain argument that a result's structure can depend on."""
-    if leaf is None or isinstance(leaf, bool | int | float | str | complex | bytes | torch.dtype | torch.device | torch.Size):
+    if leaf is None or isinstance(
+        leaf, bool | int | float | str | complex | bytes | torch.dtype | torch.device | torch.Size
+    ):
         return (type(leaf), leaf)
     if isinstance(leaf, torch.Tensor):
         return (torch.Tensor, tuple(leaf.shape), leaf.dtype, leaf.requires_grad)

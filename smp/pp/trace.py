@@ -1,6 +1,7 @@
 """The order in which a model calls its modules, found by running it once on fake tensors."""
 
 import copy
+import functools
 from typing import Any
 
 import torch
@@ -21,9 +22,11 @@ def is_tracing() -> bool:
 
 
 def execution_order(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str] | None:
-    """Names of modules in the order of their first call; None, with a warning, when the model cannot run on fake tensors.
+    """Names of modules in the order of their first call; None, with a warning, when the model cannot run on fake
+    tensors.
 
-    Runs a copy of the module tree whose parameters and buffers are fake, so that nothing the model does to itself stays.
+    Runs a copy of the module tree whose parameters and buffers are fake, so that nothing the model does to itself
+    stays.
     """
     global _tracing
     order: dict[str, None] = {}
@@ -34,13 +37,14 @@ def execution_order(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
             twins = {id(t): _fake_twin(mode, t) for t in tensors}
             twin = copy.deepcopy(module, twins)
             for name, child in twin.named_modules():
-                child.register_forward_pre_hook(lambda _module, _args, name=name: order.setdefault(name))  # type: ignore[misc]
+                child.register_forward_pre_hook(functools.partial(_note_call, order, name))
             fake_args = map_leaves(lambda leaf: _fake(mode, leaf), (args, kwargs))
             twin(*fake_args[0], **fake_args[1])
     except Exception as error:
         log.warn_once(
             "trace",
-            "the model cannot be traced on fake tensors (%s: %s); modules are partitioned in the order of their definition",
+            "the model cannot be traced on fake tensors (%s: %s); modules are partitioned in the order of their "
+            "definition",
             type(error).__name__,
             str(error).splitlines()[0] if str(error) else "",
         )
@@ -57,6 +61,10 @@ class _AssumeTrue(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].dtype.is_floating_point else 1)
         return func(*args, **(kwargs or {}))
+
+
+def _note_call(order: dict[str, None], name: str, module: nn.Module, args: Any) -> None:
+    order.setdefault(name)
 
 
 def _fake_twin(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
