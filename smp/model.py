@@ -36,6 +36,10 @@ from smp.pp.stages import StageMap
 from smp.pp.trace import execution_order
 from smp.runtime import Runtime
 from smp.topology import CommGroup
+from smp.tp.batches import BatchCheck
+from smp.tp.convert import convert
+from smp.tp.delayed import hollow, materialize
+from smp.tp.module import DistributedModule
 
 
 class State(enum.Enum):
@@ -97,6 +101,7 @@ class DistributedModel(nn.Module):
         self._broadcast_buffers = broadcast_buffers
         self._uneven = UnevenInputs(rt.group(CommGroup.DP_GROUP), rt.group(CommGroup.RDP_GROUP))
         self._buffer_sync: BufferSync | None = None
+        self.check_batch = BatchCheck(rt)
         self._state = State.CREATED
         self._pending_state: Any = None  # what load_state_dict was given before partition
         self._comm_hook: tuple[Any, Any] | None = None
@@ -235,13 +240,11 @@ class DistributedModel(nn.Module):
     def _partition(self, call: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
         rt = self._rt
         with torch.no_grad():
-            if rt.tp_size > 1:
-                from smp.tp.convert import convert
-
-                self.module = convert(self.module, rt)
+            self.module = convert(self.module, rt)
             stages = self._assign_stages(call)
             stages.free_others()
             self.engine.stages = stages
+            materialize(self.module, owned=stages.is_local, device=rt.device)
             self._move_to_device(stages)
             self._take_weights_of_first_replica(stages)
         self._state = State.PARTITIONED
@@ -276,7 +279,7 @@ class DistributedModel(nn.Module):
                 if stages.is_local(name) or not isinstance(tensor, Parameter):
                     tensor.data = tensor.data.to(device)
                 else:
-                    tensor.data = stages_mod.hollow(tensor, device)
+                    tensor.data = hollow(tensor, device)
 
     def _take_weights_of_first_replica(self, stages: StageMap) -> None:
         group = self._rt.group(CommGroup.RDP_GROUP)
@@ -409,6 +412,11 @@ class DistributedModel(nn.Module):
             raise UsageError("DistributedModel.join needs the configuration 'ddp': True.")
         return self._uneven.join(divide_by_initial_world_size, enable, throw_on_early_termination)
 
+    @property
+    def joining(self) -> bool:
+        """Whether the script is inside `join`."""
+        return self._uneven.enabled
+
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Let `hook(state, bucket) -> Future` reduce the gradient buckets, as in torch's DistributedDataParallel."""
         if not callable(hook):
@@ -488,8 +496,6 @@ class DistributedModel(nn.Module):
 
     def distributed_modules(self) -> Iterator[nn.Module]:
         """The tensor-parallel modules of the model."""
-        from smp.tp.module import DistributedModule
-
         return (module for module in self.module.modules() if isinstance(module, DistributedModule))
 
     def is_distributed_parameter(self, parameter: Tensor) -> bool:

@@ -53,14 +53,14 @@ class UnevenInputs:
         self.dp, self.rdp = dp, rdp
         self.reducer: Reducer | None = None
         self.buffer_sync: BufferSync | None = None
-        self._enabled = False
+        self.enabled = False
         self._raises_early = False
         self._by_all = True
         self._active = [True] * dp.size
 
     def scale(self, group: Group) -> float:
         """What makes a sum over `group` a mean."""
-        if not self._enabled or self._by_all:
+        if not self.enabled or self._by_all:
             return 1.0 / group.size
         return 1.0 / max(1, sum(self._active[self.dp.ranks.index(rank)] for rank in group.ranks))
 
@@ -70,7 +70,7 @@ class UnevenInputs:
 
     def announce(self, kind: Kind) -> None:
         """Called by a rank that still trains, before a collective that all ranks of the DP group take part in."""
-        if not self._enabled or self.dp.size == 1:
+        if not self.enabled or self.dp.size == 1:
             return
         active, kinds = self._exchange(kind)
         if kinds[1 - kind.value]:
@@ -90,16 +90,16 @@ class UnevenInputs:
 
         By default a mean is still over all ranks, those without batches counting as zero gradients.
         """
-        if self._enabled:
+        if self.enabled:
             raise UsageError("join: already inside of a join context")
-        self._enabled = enable
+        self.enabled = enable
         self._raises_early, self._by_all = throw_on_early_termination, divide_by_initial_world_size
         try:
             yield
             if enable and self.dp.size > 1:
                 self._follow()
         finally:
-            self._enabled = False
+            self.enabled = False
             self._active = [True] * self.dp.size
 
     def _exchange(self, kind: Kind | None) -> tuple[list[bool], list[int]]:

@@ -16,6 +16,7 @@ from torch import nn
 from smp.errors import StepError, UsageError
 from smp.pp.placed import Placed, current, user_line
 from smp.rng import DETERMINISTIC_MODULES
+from smp.tp.delayed import hollow
 
 
 class NodeKey(NamedTuple):
@@ -102,9 +103,7 @@ class StageMap:
     def free_others(self) -> None:
         """Give back the memory of parameters that live on other stages.
 
-        The Parameter objects stay the same ones, with their shape, dtype and device; their data is one NaN (zero for
-        integers) seen everywhere, so that reading them shows and writing them raises. (A storage resized to nothing
-        would crash the process on the first touch.)
+        The Parameter objects stay the same ones, with their shape, dtype and device.
         """
         for parameter in dict.fromkeys(self.root.parameters()):
             if self._owner[id(parameter)] != self.rank and not parameter.is_meta:
@@ -183,12 +182,6 @@ class StageMap:
             return None
         stage = self.assignment.get(name)
         return None if stage is None and _has_parameters(module) else (self._key(name, module), stage)
-
-
-def hollow(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the same shape and dtype with the memory of one element."""
-    filler = float("nan") if like.is_floating_point() or like.is_complex() else 0
-    return torch.full((), filler, dtype=like.dtype, device=device).expand(like.shape)
 
 
 def scoped_call(module: nn.Module) -> Callable[..., Any]:

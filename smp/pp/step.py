@@ -10,7 +10,7 @@ import torch
 
 from smp import rng, runtime
 from smp.errors import StepError
-from smp.nested import map_leaves
+from smp.nested import flatten, map_leaves
 from smp.pp import stages as stages_mod
 from smp.pp.engine import Engine, Reach, StepContext
 from smp.pp.executor import Turns
@@ -133,6 +133,7 @@ class _StepFunction:
         self, rt: Runtime, arguments: dict[str, Any], count: int, seed: int, body: Callable[..., Any], stack: ExitStack
     ) -> list[Any]:
         parts = split_arguments(arguments, count, self._non_split, self._axes)
+        _check_batch(rt, arguments)
         if rt.tp_size > 1:
             group = rt.group(CommGroup.TP_GROUP)
             seed = rt.transport.broadcast_object(seed, group, group.ranks[0], "smp.step")
@@ -212,6 +213,7 @@ class _StepFunction:
                 group = rt.group(CommGroup.TP_GROUP)
                 seed = rt.transport.broadcast_object(seed, group, group.ranks[0], "smp.step")
             try:
+                _check_batch(rt, arguments)
                 split_arguments(arguments, count, self._non_split, self._axes)
             except StepError as error:
                 problem = str(error)
@@ -223,6 +225,13 @@ class _StepFunction:
 def _salt(rt: Runtime) -> int:
     """Ranks of a tensor-parallel group that have batches of their own draw from streams of their own."""
     return rng.part_salt(0 if rt.config.prescaled_batch else rt.tp_rank)
+
+
+def _check_batch(rt: Runtime, arguments: dict[str, Any]) -> None:
+    """Now and then, see that each rank was given the batch it should get (not where batches run out unevenly)."""
+    if rt.model is not None and torch.is_grad_enabled() and not rt.model.joining:
+        leaves, _ = flatten(arguments, keep_tensorless=True)
+        rt.model.check_batch([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
 
 
 def _detached(output: Any) -> Any:

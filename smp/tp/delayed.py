@@ -131,8 +131,8 @@ def materialize(
 
     Args:
         module: the model, after `convert`.
-        owned: whether this rank owns the parameter of that name (`module.named_parameters()`); the others get shape
-            and device but no storage. None: all are owned.
+        owned: whether this rank owns the parameter of that name (`module.named_parameters()`); the others are
+            hollow. None: all are owned.
         device: where the parameters shall live.
         seed: of their values; the same on all ranks. None: world rank 0's `torch.initial_seed()` (collective).
 
@@ -155,7 +155,7 @@ def materialize(
         torch.set_rng_state(state)
     for key in delayed:
         param = params[key]
-        replace_content(param, values.pop(key) if key in values else _without_storage(param, device))
+        replace_content(param, values.pop(key) if key in values else hollow(param, device))
         delattr(param, _ATTRIBUTE)
     module.__dict__.pop(_ORIGINALS, None)
 
@@ -173,10 +173,12 @@ def _initialise_all(
                 values[key] = part.to(device)
 
 
-def _without_storage(param: Tensor, device: torch.device | str) -> Tensor:
-    tensor = torch.empty(param.shape, dtype=param.dtype, device=device)
-    tensor.untyped_storage().resize_(0)
-    return tensor
+def hollow(like: Tensor, device: torch.device | str) -> Tensor:
+    """A tensor of the same shape and dtype with the memory of one element: what a rank keeps of another stage's
+    parameter. It is NaN (zero for integers) all over, so that reading it shows and writing it raises; a storage resized
+    to nothing would crash the process on the first touch."""
+    filler = float("nan") if like.is_floating_point() or like.is_complex() else 0
+    return torch.full((), filler, dtype=like.dtype, device=device).expand(like.shape)
 
 
 def _agreed_seed() -> int:

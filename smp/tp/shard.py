@@ -1,13 +1,13 @@
 """ShardSpec: the one description of a parameter that is split over the tensor-parallel group. Pure arithmetic.
 
-    whole tensor, global_shape (12, 8), dim 0            sections (4, 4, 4), num_parts 2
+whole tensor, global_shape (12, 8), dim 0            sections (4, 4, 4), num_parts 2
 
-    one section                three sections            part 0: rows 0 1  4 5  8 9
-    +--------+ part 0          +--------+ q  part 0      part 1: rows 2 3  6 7  10 11
-    |        |                 |        |    part 1
-    |        | part 1          +--------+ k  part 0      A fused query/key/value weight is cut per section, so that
-    +--------+                 |        |    part 1      every part holds whole heads of all three.
-                               +--------+ v  ...
+one section                three sections            part 0: rows 0 1  4 5  8 9
++--------+ part 0          +--------+ q  part 0      part 1: rows 2 3  6 7  10 11
+|        |                 |        |    part 1
+|        | part 1          +--------+ k  part 0      A fused query/key/value weight is cut per section, so that
++--------+                 |        |    part 1      every part holds whole heads of all three.
+                           +--------+ v  ...
 """
 
 from collections.abc import Sequence
