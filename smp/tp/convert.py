@@ -14,7 +14,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from smp.runtime import Runtime
 from smp.topology import CommGroup
 from smp.tp import delayed
 from smp.tp.contexts import KNOWN_OPTIONS, Mark, mark_of
-from smp.tp.module import DistributedModule
+from smp.tp.module import FORWARD_HOOKS, DistributedModule
 from smp.tp.registry import (
     Registration,
     recorded_arguments,
@@ -254,7 +254,7 @@ def _build(candidate: _Candidate, cut: dict[str, Any]) -> DistributedModule:
         )
     args, kwargs = arguments
     if registration.init_hook is not None:
-        args, kwargs = _hooked(registration.init_hook, "init_hook", registration.cls, args, kwargs)
+        args, kwargs = _hooked(registration.init_hook, "init_hook", registration.cls, *args, **kwargs)
     parameters = inspect.signature(registration.dist_cls.__init__).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     options = {**candidate.mark.options, **{name: value for name, value in cut.items() if name != "tied"}}
@@ -266,7 +266,7 @@ def _build(candidate: _Candidate, cut: dict[str, Any]) -> DistributedModule:
 
 
 def _hooked(
-    hook: Callable[..., Any], name: str, cls: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
+    hook: Callable[..., Any], name: str, cls: type[nn.Module], *args: Any, **kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Calls an init_hook or a forward_hook and checks what it returns."""
     result = hook(*args, **kwargs)
@@ -281,6 +281,8 @@ def _hooked(
 def _finish(candidate: _Candidate, twin: DistributedModule) -> None:
     module, registration = candidate.module, candidate.registration
     twin.train(module.training)
+    if not delayed.has_delayed(twin):
+        delayed.forget_initialisers(twin)
     for name in _HOOKS:
         if module.__dict__.get(name):
             twin.__dict__[name] = module.__dict__[name]
@@ -288,18 +290,12 @@ def _finish(candidate: _Candidate, twin: DistributedModule) -> None:
         if name.startswith("_smp_"):  # what other parts of smp have left on it: its stage, checkpointing
             twin.__dict__.setdefault(name, value)
     twin.__dict__["_orig_forward"] = module.forward
-    if registration.forward_hook is None and registration.return_hook is None:
-        return
-    forward = twin.forward
-
-    @wraps(module.forward)
-    def hooked_forward(*args: Any, **kwargs: Any) -> Any:
+    if registration.forward_hook is not None or registration.return_hook is not None:
+        translate = None
         if registration.forward_hook is not None:
-            args, kwargs = _hooked(registration.forward_hook, "forward_hook", registration.cls, args, kwargs)
-        output = forward(*args, **kwargs)
-        return registration.return_hook(output) if registration.return_hook is not None else output
-
-    twin.__dict__["forward"] = hooked_forward
+            translate = partial(_hooked, registration.forward_hook, "forward_hook", registration.cls)
+        twin.__dict__[FORWARD_HOOKS] = translate, registration.return_hook
+        twin.__dict__["forward"] = twin.hooked_forward  # a bound method: copies of the module call their own
 
 
 def _avoid_fused_encoder_layers(root: nn.Module) -> None:

@@ -29,6 +29,7 @@ from smp.tp.shard import spec_of
 
 _ATTRIBUTE = "_smp_delayed"
 _ORIGINALS = "_smp_originals"
+_INITIALISERS = "_smp_initialisers"
 _RESETS = ("reset_parameters", "_reset_parameters")
 
 Initialiser = Callable[[Tensor], Any]
@@ -40,7 +41,7 @@ _register_parameter = nn.Module.register_parameter
 
 def is_delayed(param: Tensor) -> bool:
     """Whether a parameter still waits for its memory."""
-    return param.is_meta and getattr(param, _ATTRIBUTE, False)
+    return param.is_meta and hasattr(param, _ATTRIBUTE)
 
 
 def has_delayed(module: nn.Module) -> bool:
@@ -51,6 +52,17 @@ def has_delayed(module: nn.Module) -> bool:
 def delaying() -> bool:
     """Whether parameters created now are to be delayed."""
     return bool(_contexts) and _contexts[-1]
+
+
+def remember_initialiser(module: nn.Module, name: str, initialise: Initialiser) -> None:
+    """Says how the whole tensor of a delayed parameter is initialised, where no `reset_parameters` does it."""
+    module.__dict__.setdefault(_INITIALISERS, {})[name] = initialise
+
+
+def forget_initialisers(module: nn.Module) -> None:
+    """No parameter in the module is delayed any more. (They are closures, which cannot be pickled.)"""
+    for part in module.modules():
+        part.__dict__.pop(_INITIALISERS, None)
 
 
 @contextmanager
@@ -94,7 +106,12 @@ def _delaying_register(self: nn.Module, name: str, param: nn.Parameter | None) -
 def delay(param: nn.Parameter, shape: Iterable[int]) -> None:
     """Gives a parameter's memory back, in place; it keeps its dtype and takes the given shape."""
     replace_content(param, torch.empty(tuple(shape), dtype=param.dtype, device="meta"))
-    setattr(param, _ATTRIBUTE, True)
+    mark_delayed(param)
+
+
+def mark_delayed(param: nn.Parameter) -> None:
+    """Says that a parameter on the meta device waits for its memory. It remembers under which seed it was made."""
+    setattr(param, _ATTRIBUTE, torch.initial_seed())
 
 
 def replace_content(param: nn.Parameter, tensor: Tensor) -> None:
@@ -134,7 +151,8 @@ def materialize(
         owned: whether this rank owns the parameter of that name (`module.named_parameters()`); the others are
             hollow. None: all are owned.
         device: where the parameters shall live.
-        seed: of their values; the same on all ranks. None: world rank 0's `torch.initial_seed()` (collective).
+        seed: of their values; the same on all ranks. None: world rank 0's `torch.initial_seed()` when the parameters
+            were made (collective).
 
     Raises:
         UsageError: a module's `reset_parameters` leaves a parameter untouched, or needs the values of others.
@@ -142,7 +160,7 @@ def materialize(
     delayed = {id(param): name for name, param in module.named_parameters() if is_delayed(param)}
     if not delayed:
         return
-    seed = _agreed_seed() if seed is None else seed
+    seed = _agreed_seed(next(filter(is_delayed, module.parameters()))) if seed is None else seed
     wanted = {key for key, name in delayed.items() if owned is None or owned(name)}
     params: dict[int, nn.Parameter] = {id(param): param for param in module.parameters()}
     values: dict[int, Tensor] = {}
@@ -158,6 +176,7 @@ def materialize(
         replace_content(param, values.pop(key) if key in values else hollow(param, device))
         delattr(param, _ATTRIBUTE)
     module.__dict__.pop(_ORIGINALS, None)
+    forget_initialisers(module)
 
 
 def _initialise_all(
@@ -181,8 +200,8 @@ def hollow(like: Tensor, device: torch.device | str) -> Tensor:
     return torch.full((), filler, dtype=like.dtype, device=device).expand(like.shape)
 
 
-def _agreed_seed() -> int:
-    seed = torch.initial_seed()
+def _agreed_seed(param: Tensor) -> int:
+    seed = int(getattr(param, _ATTRIBUTE))
     if not runtime.is_initialized():
         return seed
     current = runtime.get()
@@ -310,7 +329,7 @@ def _ancestors(root: nn.Module, path: str) -> list[nn.Module]:
 
 def _run_initialisers(chain: list[nn.Module], attribute: str) -> None:
     owner = chain[0]
-    own: dict[str, Initialiser] = owner.__dict__.get("_smp_initialisers", {})
+    own: dict[str, Initialiser] = owner.__dict__.get(_INITIALISERS, {})
     if attribute in own:
         own[attribute](owner._parameters[attribute])  # type: ignore[arg-type]
     for module in chain:

@@ -14,6 +14,8 @@ from smp.topology import CommGroup
 from smp.tp import delayed
 from smp.tp.shard import ShardSpec, spec_of
 
+FORWARD_HOOKS = "_smp_forward_hooks"
+
 
 class DistributedModule(nn.Module):
     """Base of modules that are split over the tensor-parallel group. Sizes in their arguments are global ones.
@@ -32,7 +34,6 @@ class DistributedModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         runtime.get()
-        self._smp_initialisers: dict[str, delayed.Initialiser] = {}
 
     @property
     def tp_group(self) -> Group:
@@ -87,11 +88,19 @@ class DistributedModule(nn.Module):
                 local = spec.split(whole) if spec else whole
         param = nn.Parameter(local, requires_grad=requires_grad)
         if delayed.delaying():
-            param._smp_delayed = True  # type: ignore[attr-defined]
-        self._smp_initialisers[name] = initialise
+            delayed.mark_delayed(param)
+            delayed.remember_initialiser(self, name, initialise)
         self.register_parameter(name, param)
         _describe(param, spec)
         return param
+
+    def hooked_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """`forward` of a module that replaced another one: takes that one's arguments and returns what it returned."""
+        translate, restore = self.__dict__[FORWARD_HOOKS]
+        if translate is not None:
+            args, kwargs = translate(*args, **kwargs)
+        output = type(self).forward(self, *args, **kwargs)
+        return restore(output) if restore is not None else output
 
     def carry_over(self, module: nn.Module) -> None:
         """Takes the parameters and buffers of the module that this one replaces, by name.

@@ -181,6 +181,10 @@ def test_outermost_registered_module_wins_with_all_its_hooks(prescaled):
     x = torch.randn(3, 4, dtype=torch.float64, generator=generator)
     torch.testing.assert_close(split(x, scale=2.0), whole(x, scale=2.0))
     assert torch.equal(split.up.weight, spec_of(split.up.weight).split(whole.up.weight))
+    copied = copy.deepcopy(split)
+    with torch.no_grad():
+        copied.down.bias.add_(1.0)
+    torch.testing.assert_close(copied(x) - split(x), torch.ones(3, 4, dtype=torch.float64))
 
 
 @on_two
