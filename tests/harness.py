@@ -19,6 +19,7 @@ import contextlib
 import functools
 import os
 import pickle
+import re
 import secrets
 import shutil
 import signal
@@ -39,6 +40,8 @@ ROOT = Path(__file__).resolve().parent.parent
 START_TIMEOUT = 120.0  # seconds for all ranks of a world to come up
 FAILURE_GRACE = 2.0  # seconds for the other ranks to reply when one has failed
 HEALTH_TIMEOUT = 10.0
+# Threads of the runtime and of the worker that wait in every process.
+_IDLE_THREADS = re.compile(r"failures.py\", line \d+ in _run|worker.py\", line \d+ in _read|^[^\n]*\n[^\n]* in _loop")
 MARK_VARIABLE = "SMP_TEST_JOB"  # in the environment of every process of a job, so that all of them can be found
 
 
@@ -265,7 +268,9 @@ class World:
         for rank in ranks:
             path = Path(f"{self.directory}/stacks.{self.pids[rank]}")
             if path.exists():
-                texts.append(f"\nrank {rank} is at:\n{path.read_text()[-5000:]}")
+                threads = path.read_text().split("\n\n")
+                shown = "\n\n".join(thread for thread in threads if not _IDLE_THREADS.search(thread))
+                texts.append(f"\nrank {rank} is at:\n{shown[-5000:]}")
         return "".join(texts)
 
     def _healthy(self) -> bool:

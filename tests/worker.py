@@ -12,6 +12,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
@@ -111,10 +112,16 @@ def _find(job: Job) -> Any:
     return getattr(found, "__wrapped__", found)
 
 
-def _is_clean() -> bool:
+def _is_clean(patience: float = 1.0) -> bool:
+    """Whether nothing is outstanding; sends need a moment until the receiver has taken them."""
     from smp import runtime
 
-    return runtime._transport is None or runtime._transport.idle()
+    deadline = time.monotonic() + patience
+    while runtime._transport is not None and not runtime._transport.idle():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.002)
+    return True
 
 
 def _format(error: BaseException) -> str:

@@ -236,7 +236,13 @@ class GlooTransport(Transport):
         group = self._groups[channel]
         head = torch.empty(HEADER_BYTES, dtype=torch.uint8)
         group.recv([head], source, tag).wait()
-        target = allocate(head.numpy().tobytes())
+        header = head.numpy().tobytes()
+        try:
+            target = allocate(header)
+        except CommError:
+            if payload_size(header):  # the sender shall not wait for ever, nor the next message be mistaken for this
+                group.recv([torch.empty(payload_size(header), dtype=torch.uint8)], source, tag).wait()
+            raise
         if target is not None:
             group.recv([target], source, tag).wait()
 

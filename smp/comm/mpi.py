@@ -1,6 +1,7 @@
 """Messages over MPI: nonblocking requests that are polled, so that every wait has a deadline."""
 
 import threading
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from smp.comm.transport import (
     Transport,
     encode_header,
     pack,
+    payload_size,
     receivable,
     sendable,
     unpack,
@@ -52,48 +54,72 @@ class _Send(Request):
 
 
 class _Receive(Request):
-    """Compares the header that arrives with what is expected, then waits for the bytes."""
+    """Receives a header, compares it with what is expected, and only then lets the bytes come: MPI writes beyond the
+    end of a buffer that is shorter than a large message.
 
-    def __init__(self, transport: "MpiTransport", buffer: Tensor, expected: Expected) -> None:
-        self._transport = transport
+    Receives of one source, tag and channel stand in a queue, so that bytes follow their own header whichever of the
+    receives is tested first:
+
+        HEADER --head of the queue, header here--> BYTES --all here--> DONE
+    """
+
+    def __init__(self, buffer: Tensor, expected: Expected, mpi: Any, payloads: Any, queue: "deque[_Receive]") -> None:
         self._buffer, self._memory = buffer, receivable(buffer)
-        self._header = bytearray(HEADER_BYTES)
         self._expected = expected
-        self._header_request: Any = None
+        self._mpi, self._payloads = mpi, payloads
+        self._queue = queue
+        self.header = bytearray(HEADER_BYTES)
+        self.header_request: Any = None
         self._payload_request: Any = None
         self._present = False
+        self._error: CommError | None = None
         self._done = False
 
     def test(self) -> bool:
         if self._done:
             return True
-        if self._header_request is not None:
-            if not self._header_request.Test():
-                return False
-            self._header_request = None
-            try:
-                self._present = self._expected.check(self._header)
-            except CommError:
-                self._transport.discard(self, self._payload_request)
-                raise
+        if self._payload_request is None and not self._let_bytes_come():
+            return False
         if not self._payload_request.Test():
             return False
+        if self._error is not None:
+            raise self._error
         self._done = True
-        self._transport.forget(self)
         if self._present and self._memory.data_ptr() != self._buffer.data_ptr():
             with torch.no_grad():
                 self._buffer.copy_(self._memory)
         return True
 
-    def start(self, headers: Any, payloads: Any, memory: Any) -> None:
-        """Posts both receives."""
-        source, tag = self._expected.source, self._expected.tag
-        self._header_request = headers.Irecv(self._header, source, tag)
-        self._payload_request = payloads.Irecv(memory, source, tag)
+    def _let_bytes_come(self) -> bool:
+        """Works off the queue as far as headers have come; whether this receive is among them."""
+        while self._payload_request is None:
+            head = self._queue[0]
+            if not head.header_request.Test():
+                return False
+            head._accept_header()
+            self._queue.popleft()
+        return True
+
+    def _accept_header(self) -> None:
+        try:
+            self._present = self._expected.check(self.header)
+            memory = self._memory if self._present else torch.empty(0)
+        except CommError as error:
+            self._error = error
+            memory = torch.empty(payload_size(self.header), dtype=torch.uint8)  # so that the sender is done with it
+        self._memory = memory
+        self._payload_request = self._payloads.Irecv(
+            memory_of(self._mpi, memory), self._expected.source, self._expected.tag
+        )
 
     def value(self) -> Tensor | None:
         assert self._done, "value() of a receive that is not complete"
         return self._buffer if self._present else None
+
+
+def memory_of(mpi: Any, tensor: Tensor) -> Any:
+    """The bytes of a contiguous host tensor as mpi4py takes them."""
+    return [mpi.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size()), mpi.BYTE]
 
 
 class MpiTransport(Transport):
@@ -106,20 +132,15 @@ class MpiTransport(Transport):
         self._comms = {channel: tuple(everyone.Dup() for _ in range(3)) for channel in Channel}
         self._group_comms: dict[tuple[int, ...], tuple[Any, Any]] = {}
         self._sends: list[_Send] = []
-        self._receives: dict[int, _Receive] = {}
-        self._discarded: list[tuple[_Receive, Any]] = []
+        self._receives: defaultdict[tuple[int, int, Channel], deque[_Receive]] = defaultdict(deque)
         self._lock = threading.Lock()
-
-    def _memory(self, tensor: Tensor) -> Any:
-        nbytes = tensor.numel() * tensor.element_size()
-        return [self._mpi.buffer.fromaddress(tensor.data_ptr(), nbytes), self._mpi.BYTE]
 
     def _isend(self, tensor: Tensor | None, dest: int, tag: int, channel: Channel) -> Request:
         headers, payloads, _ = self._comms[channel]
         header = encode_header(tensor)
         memory = sendable(tensor) if tensor is not None else torch.empty(0)
         requests = [
-            payloads.Isend(self._memory(memory), dest, tag),
+            payloads.Isend(memory_of(self._mpi, memory), dest, tag),
             headers.Isend(header, dest, tag),
         ]
         return self._keep(_Send(requests, (header, memory), self._lock))
@@ -133,20 +154,11 @@ class MpiTransport(Transport):
 
     def _irecv(self, buffer: Tensor, source: int, tag: int, channel: Channel, optional: bool) -> Request:
         headers, payloads, _ = self._comms[channel]
-        receive = _Receive(self, buffer, Expected(buffer, source, tag, optional))
-        receive.start(headers, payloads, self._memory(receive._memory))
-        self._receives[id(receive)] = receive
+        queue = self._receives[source, tag, channel]
+        receive = _Receive(buffer, Expected(buffer, source, tag, optional), self._mpi, payloads, queue)
+        receive.header_request = headers.Irecv(receive.header, source, tag)
+        queue.append(receive)
         return receive
-
-    def forget(self, receive: _Receive) -> None:
-        """A receive is complete; its memory is the caller's again."""
-        self._receives.pop(id(receive), None)
-
-    def discard(self, receive: _Receive, payload: Any) -> None:
-        """Something else than expected is arriving; its memory has to live until it is here."""
-        self.forget(receive)
-        with self._lock:
-            self._discarded.append((receive, payload))
 
     def _send_bytes(self, data: bytes, dest: int, tag: int, channel: Channel) -> None:
         comm = self._comms[channel][2]
@@ -212,17 +224,10 @@ class MpiTransport(Transport):
     def progress(self) -> bool:
         with self._lock:
             self._sends = [send for send in self._sends if not send.advance()]
-            self._discarded = [pair for pair in self._discarded if not self._arrived(pair[1])]
             return bool(self._sends)
 
-    def _arrived(self, payload: Any) -> bool:
-        try:
-            return bool(payload.Test())
-        except self._mpi.Exception:  # longer than its buffer
-            return True
-
     def idle(self) -> bool:
-        return not (self.progress() or self._receives or self._discarded)
+        return not (self.progress() or any(self._receives.values()))
 
     def unexpected(self) -> bool:
         anyone, any_tag = self._mpi.ANY_SOURCE, self._mpi.ANY_TAG

@@ -176,7 +176,7 @@ def encode_header(tensor: Tensor | None) -> bytearray:
     return header
 
 
-def payload_size(header: bytes) -> int:
+def payload_size(header: bytes | bytearray) -> int:
     """Number of bytes that follow a header."""
     return int(_HEADER.unpack(header)[2])
 
