@@ -16,7 +16,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 OUT = HERE.parent / "runs" / "demo"
-STEPS, MIDDLE = 400, 200
+STEPS, MIDDLE = 240, 120
 
 
 def mpirun() -> list[str]:
