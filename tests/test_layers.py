@@ -18,7 +18,7 @@ LAYERS = """
     tp
     pp
     dp
-    grad_norm model_state model optimizer
+    grad_norm model_state model_views model optimizer
     checkpoint
     nn
     amp fp16 optimizers patches utils exceptions fsdp sharded_data_parallel_checkpoint

@@ -19,7 +19,7 @@ from torch import nn
 from smp.errors import StepError
 from smp.log import warn_once
 from smp.pp.placed import current, user_line
-from smp.pp.program import Program, unwrap_partial
+from smp.pp.program import Program
 
 plain_backward = torch.autograd.backward
 _plain_apply = torch.autograd.Function.__dict__["apply"].__func__
@@ -79,7 +79,7 @@ def _checkpoint_in_step(function: Any, *args: Any, **kwargs: Any) -> Any:
     if streams is None:
         return _checkpoint_inner(function, *args, **kwargs)
     options = {name: kwargs.pop(name) for name in _CHECKPOINT_OPTIONS if name in kwargs}
-    function, args, kwargs = unwrap_partial(function, args, kwargs)
+    function, args, kwargs = _unwrap_partial(function, args, kwargs)
     module = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     is_module = isinstance(module, nn.Module)
 
@@ -116,6 +116,14 @@ def _checkpoint_module(program: Program, module: nn.Module, function: Any, run: 
 
 def _describe(function: Any) -> str:
     return f"checkpoint({getattr(function, '__qualname__', type(function).__name__)})"
+
+
+def _unwrap_partial(function: Any, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Open `functools.partial`, so that the tensors it holds count as arguments."""
+    while isinstance(function, functools.partial):
+        args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
+        function = function.func
+    return function, tuple(args), kwargs
 
 
 _CHECKPOINT_OPTIONS = ("use_reentrant", "context_fn", "determinism_check", "debug", "preserve_rng_state", "early_stop")

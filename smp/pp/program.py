@@ -9,7 +9,6 @@ Every rank of the pipeline group runs the same program; only the owner of a call
     4. give back placed tensors; an input changed in place gets a new value
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +20,7 @@ from smp.nested import Spec, flatten, unflatten
 from smp.pp import placed as glue
 from smp.pp.engine import Engine, StepContext
 from smp.pp.placed import GlueMode, Placed, Storage, Value, user_line
+from smp.pp.special import SPECIAL
 from smp.pp.structure import SameObject, Structure, TensorInfo, agrees, describe, signature_of, value_signature
 from smp.pp.tape import CallNode, MoveNode, Node, Tape
 
@@ -59,7 +59,7 @@ class Program:
         if glue.is_plain_query(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        special = _SPECIAL.get(func)
+        special = SPECIAL.get(func)
         if special is not None:
             return special(self, func, args, kwargs)
         leaves, spec = flatten((args, kwargs))
@@ -505,115 +505,3 @@ def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
         stride.append(count)
         count *= max(length, 1)
     return tuple(reversed(stride))
-
-
-# -- functions of torch that need more than running on the owner
-# ----------------------------------------------------------
-
-
-def _requires_grad(program: Program, func: Any, args: Any, kwargs: Any) -> Any:
-    tensor = args[0]
-    return tensor.value.requires_grad if type(tensor) is Placed else func(*args, **kwargs)
-
-
-def _set_requires_grad(program: Program, func: Any, args: Any, kwargs: Any) -> Any:
-    tensor = args[0]
-    if type(tensor) is not Placed:
-        return func(*args, **kwargs)
-    wanted = bool(kwargs.get("requires_grad", args[1] if len(args) > 1 else True))
-    value = tensor.value
-    if value.requires_grad and not wanted:
-        raise StepError(f"{user_line()} turns requires_grad off on a computed tensor; use detach() instead.")
-    value.requires_grad = wanted
-    if value.local is not None:
-        value.local.requires_grad_(wanted)
-    return tensor
-
-
-def _is_leaf(program: Program, func: Any, args: Any, kwargs: Any) -> Any:
-    return not args[0].value.requires_grad if type(args[0]) is Placed else func(*args, **kwargs)
-
-
-def _grad_fn(program: Program, func: Any, args: Any, kwargs: Any) -> Any:
-    # Only asked whether it is None: the graph behind a placed value is the tape.
-    return (program.tape if args[0].value.requires_grad else None) if type(args[0]) is Placed else func(*args, **kwargs)
-
-
-def _data(program: Program, func: Any, args: Any, kwargs: Any) -> Any:
-    return args[0].detach() if type(args[0]) is Placed else func(*args, **kwargs)
-
-
-def _iterate(program: Program, func: Any, args: Any, kwargs: Any) -> Any:
-    return iter(torch.unbind(args[0])) if type(args[0]) is Placed else func(*args, **kwargs)
-
-
-def _tensor_backward(program: Program, func: Any, args: Any, kwargs: Any) -> Any:
-    tensor, *rest = args
-    if type(tensor) is not Placed:
-        return func(*args, **kwargs)
-    names = ("gradient", "retain_graph", "create_graph", "inputs")
-    given = {**dict(zip(names, rest, strict=False)), **kwargs}
-    if given.get("retain_graph") or given.get("create_graph") or given.get("inputs") is not None:
-        raise StepError(f"{user_line()}: across stages backward takes no retain_graph, create_graph or inputs.")
-    program.engine.backward([tensor], [given.get("gradient")])
-    return None
-
-
-def _register_hook(program: Program, func: Any, args: Any, kwargs: Any) -> Any:
-    tensor, hook = args
-    if type(tensor) is not Placed:
-        return func(*args, **kwargs)
-    if not tensor.value.requires_grad:
-        raise StepError(f"{user_line()}: a hook on a tensor that requires no gradient never runs.")
-    tensor.value.hooks.append(hook)
-    return _HookHandle(tensor.value.hooks, hook)
-
-
-class _HookHandle:
-    def __init__(self, hooks: list[Any], hook: Any) -> None:
-        self._hooks, self._hook = hooks, hook
-
-    def remove(self) -> None:
-        if self._hook in self._hooks:
-            self._hooks.remove(self._hook)
-
-
-def _refuse(program: Program, func: Any, args: Any, kwargs: Any) -> Any:
-    leaves, _ = flatten((args, kwargs))
-    if not any(type(leaf) is Placed for leaf in leaves):
-        return func(*args, **kwargs)
-    raise StepError(
-        f"'{getattr(func, '__qualname__', func)}' at {user_line()} cannot work on a tensor that lives on one pipeline "
-        "stage. Use model.backward(loss) for gradients of parameters, or put that code inside one module, so that it "
-        "runs on one stage."
-    )
-
-
-_SPECIAL: dict[Any, Callable[[Program, Any, Any, Any], Any]] = {
-    glue.GET_REQUIRES_GRAD: _requires_grad,
-    glue.SET_REQUIRES_GRAD: _set_requires_grad,
-    torch.Tensor.requires_grad_: _set_requires_grad,
-    glue.GET_IS_LEAF: _is_leaf,
-    glue.GET_GRAD_FN: _grad_fn,
-    glue.GET_DATA: _data,
-    torch.Tensor.__iter__: _iterate,
-    torch.Tensor.backward: _tensor_backward,
-    torch.Tensor.register_hook: _register_hook,
-    torch.Tensor.retain_grad: _refuse,
-    torch.autograd.grad: _refuse,
-    glue.GET_GRAD: _refuse,
-    torch.Tensor.data.__set__: _refuse,  # type: ignore[attr-defined]
-    torch.Tensor.set_: _refuse,
-    torch.Tensor.data_ptr: _refuse,
-    torch.Tensor.untyped_storage: _refuse,
-    torch.Tensor.register_post_accumulate_grad_hook: _refuse,
-    torch.Tensor.share_memory_: _refuse,
-}
-
-
-def unwrap_partial(function: Any, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Open `functools.partial`, so that the tensors it holds count as arguments."""
-    while isinstance(function, functools.partial):
-        args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
-        function = function.func
-    return function, tuple(args), kwargs
