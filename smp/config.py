@@ -64,7 +64,6 @@ class Config(BaseModel):
     partition_file: str | None = None
     # Tensor parallelism
     prescaled_batch: bool = False
-    delayed_parameter_initialization: bool = False
     # Precision
     fp16: bool = False
     bf16: bool = False
@@ -87,6 +86,7 @@ class Config(BaseModel):
     static_mode: bool = False
     fast_mode: bool = False
     deterministic_server: bool = False
+    delayed_parameter_initialization: bool = False
     contiguous: bool = True
     use_times: bool = False
     match_weights: bool = False
@@ -153,7 +153,9 @@ NO_EFFECT = {
     "contiguous": "a stage is always a contiguous range in execution order",
     "use_times": "the partition is made from parameter counts",
     "memory_weight": "the partition is made from parameter counts",
+    "optimize": "it says how distributed transformer layers communicate, and those are still to come",
     "checkpoint_attentions": "it speaks of the transformer layers that are still to come",
+    "delayed_parameter_initialization": "smp.model_creation and smp.delay_param_initialization delay parameters",
 }
 
 # Keys whose feature is still to come: the values that work today, and what the others would need.
