@@ -8,8 +8,11 @@ The port of the side store is chosen by the kernel and bound before its number i
 can start on one host. This is the one place that knows devices and launchers.
 """
 
+import contextlib
+import faulthandler
 import os
 import socket
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,10 +22,34 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from smp.errors import CommError, UsageError
+from smp.errors import CommError, ConfigError, UsageError
 
 Launcher = Literal["mpi", "torchrun", "single"]
 CONNECT_TIMEOUT = timedelta(seconds=60)
+DEFAULT_TIMEOUT = 600.0  # seconds
+
+
+def seconds_from_environment(name: str, default: float) -> float:
+    """A duration that an environment variable may set.
+
+    Raises:
+        ConfigError: it is set to something else than a positive number.
+    """
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise ConfigError(f"environment variable {name}: got {text!r}, expected a positive number of seconds")
+    return seconds
+
+
+def timeout_seconds() -> float:
+    """How long a rank waits for others: `SMP_TIMEOUT`, in seconds."""
+    return seconds_from_environment("SMP_TIMEOUT", DEFAULT_TIMEOUT)
 
 
 class Identity(NamedTuple):
@@ -111,24 +138,33 @@ class World:
 
 def _start_mpi(me: Identity) -> tuple[Any, bool]:
     """Imports and initialises MPI. Finalising is ours: it has to come after the exit handshake (failures.py)."""
-    import sys
-
     import mpi4py
 
-    owns = "mpi4py.MPI" not in sys.modules
-    if owns:
-        mpi4py.rc.finalize = False
+    if "mpi4py.MPI" not in sys.modules:
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False
     from mpi4py import MPI
 
-    if not MPI.Is_initialized():
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        owns = True
+    owns = not MPI.Is_initialized()
+    if owns:
+        _wait_until_all_ranks_have_called_smp_init(MPI)
     if MPI.COMM_WORLD.Get_size() != me.size:
         raise CommError(
             f"mpirun started {me.size} processes but MPI sees {MPI.COMM_WORLD.Get_size()}: mpi4py is linked to another "
             "MPI than the mpirun in use"
         )
     return MPI, owns
+
+
+def _wait_until_all_ranks_have_called_smp_init(mpi: Any) -> None:
+    """MPI_Init, which waits for all ranks without letting any Python thread run. When one never comes, only a watchdog
+    in C can end this process; the stack that it prints shows this function's name."""
+    watched = False
+    with contextlib.suppress(Exception):  # stderr may be no file
+        faulthandler.dump_traceback_later(timeout_seconds(), exit=True, file=sys.__stderr__ or sys.stderr)
+        watched = True
+    mpi.Init_thread(mpi.THREAD_MULTIPLE)
+    if watched:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _connect(me: Identity, mpi: Any) -> tuple[dist.Store, dist.Store]:

@@ -6,7 +6,7 @@ Each rank runs one monitor thread with its own connection to the job's store. Ke
     failed            the first rank that failed (compare-and-set, so that one traceback is printed)
     failure           one line about that failure
     exits             "2,0," ranks that have left their main program
-    state/<rank>      the smp call in which that rank waits, and where in the user's script it is
+    state/<rank>      the smp call in which that rank waits and for whom, and where in the user's script it is
 
     exception -> first to claim `failed` prints it -> the job is aborted -> waits elsewhere raise CommError
     clean end -> `exits` -> wait for the others    -> MPI_Finalize
@@ -14,36 +14,33 @@ Each rank runs one monitor thread with its own connection to the job's store. Ke
 """
 
 import atexit
+import itertools
 import json
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 from smp import log
-from smp.bootstrap import World
+from smp.bootstrap import World, seconds_from_environment, timeout_seconds
 from smp.errors import CommError
 
-DEFAULT_TIMEOUT = 600.0  # seconds a wait may last
 DEFAULT_REPORT_AFTER = 30.0  # seconds after which a wait says for whom it waits
 TICK = 0.25  # seconds between two looks of the monitor at the store
 PUBLISH_EVERY = 1.5  # seconds between two publications of this rank's position
+DEADLOCK_AFTER = 20.0  # seconds after which a wait looks whether it is part of a deadlock
+DEADLOCK_STABLE = 5.0  # seconds for which a deadlock has to stay unchanged to be believed
 SPIN = 40  # tests in a row before the first sleep
 FIRST_SLEEP, LONGEST_SLEEP = 20e-6, 1e-3
 BUSY = 3e-6  # seconds by which a test that moves data is slower than one that finds nothing to do
 EXIT_GRACE = 1.5  # seconds for messages of a rank that has left to arrive
 ABORT_GRACE = 5.0  # seconds in which the rank that failed first should end the job for all
-
-
-def timeout_seconds() -> float:
-    """How long a wait may last: `SMP_TIMEOUT`, in seconds."""
-    return float(os.environ.get("SMP_TIMEOUT", DEFAULT_TIMEOUT))
 
 
 @dataclass
@@ -54,6 +51,9 @@ class Wait:
         call: the smp call, as users know it.
         ranks: world ranks that have to do something for it to end.
         hard: it happens inside C code and cannot be interrupted by an exception.
+        next_report: seconds after which it says (again) for whom it waits.
+        serial: a number that no other wait of this rank has.
+        hopeless: why it can never end, once that is known.
     """
 
     call: str
@@ -61,6 +61,8 @@ class Wait:
     hard: bool = False
     started: float = field(default_factory=time.monotonic)
     next_report: float = 0.0
+    serial: int = 0
+    hopeless: str | None = None
 
     @property
     def seconds(self) -> float:
@@ -75,10 +77,13 @@ class Monitor:
         self.world = world
         self.rank, self.size = world.rank, world.size
         self.timeout = timeout_seconds()
-        self.report_after = float(os.environ.get("SMP_REPORT_AFTER", DEFAULT_REPORT_AFTER))
+        self.report_after = seconds_from_environment("SMP_REPORT_AFTER", DEFAULT_REPORT_AFTER)
         self.progress: Callable[[], bool] = lambda: False  # pushes outstanding sends; True while there are some
         self._store = world.side_store
         self._waits: dict[int, list[Wait]] = {}  # by thread
+        self._serials = itertools.count(1)
+        self._suspected: dict[int, Any] = {}  # the waits of what looked like a deadlock, and since when
+        self._suspected_since = 0.0
         self._events = 0
         self._failure: tuple[int, str] | None = None
         self._failure_seen = 0.0
@@ -135,6 +140,7 @@ class Monitor:
 
     def _enter(self, wait: Wait) -> Wait:
         wait.next_report = self.report_after
+        wait.serial = next(self._serials)
         self._waits.setdefault(threading.get_ident(), []).append(wait)
         return wait
 
@@ -155,6 +161,8 @@ class Monitor:
             gone = sorted(r for r in wait.ranks if now - self._exited.get(r, now) > EXIT_GRACE)
             if gone:
                 raise CommError(f"{_ranks(gone)} exited while rank {self.rank} was waiting for it in {wait.call}")
+        if wait.hopeless is not None:
+            raise CommError(wait.hopeless)
         if wait.seconds > self.timeout:
             raise CommError(
                 f"{wait.call} did not complete within {self.timeout:g} s (SMP_TIMEOUT): {self._who_is_missing(wait)}"
@@ -251,17 +259,43 @@ class Monitor:
             except CommError as error:
                 self.report_failure(error)
                 self.abort()
+        if wait.seconds > DEADLOCK_AFTER and wait.hopeless is None:
+            wait.hopeless = self._find_deadlock(wait)
         if wait.seconds > wait.next_report:
             wait.next_report *= 2
             if self._speaks_for(wait):
                 log.get_logger().warning("waiting for %.0f s: %s", wait.seconds, self._who_is_missing(wait))
+
+    def _find_deadlock(self, wait: Wait) -> str | None:
+        """What to say when this rank and those it waits for, and so on, have only been waiting for each other for a
+        while, with nothing on its way between them."""
+        states = self.states(range(self.size))
+        ring = waiting_for_each_other(self.rank, states)
+        waits = {rank: states[rank]["waits"] for rank in ring}
+        now = time.monotonic()
+        if not ring or waits != self._suspected:
+            self._suspected, self._suspected_since = waits, now
+            return None
+        if now - self._suspected_since < DEADLOCK_STABLE:
+            return None
+        lines = "; ".join(
+            f"rank {rank} waits in {states[rank]['call']} at {states[rank]['where']}" for rank in sorted(ring)
+        )
+        return f"deadlock in {wait.call}: {lines}; these ranks wait for each other and none of them can go on"
 
     def _publish(self) -> None:
         now = time.monotonic()
         if now - self._published_at < PUBLISH_EVERY:
             return
         waits = [wait for waits in list(self._waits.values()) for wait in waits]
-        state = json.dumps({"call": waits[-1].call if waits else None, "where": main_thread_position()})
+        state = json.dumps(
+            {
+                "call": waits[-1].call if waits else None,
+                "where": main_thread_position(),
+                "waits": [[wait.serial, list(wait.ranks)] for wait in waits],
+                "sending": self.progress(),
+            }
+        )
         if state != self._published:
             self._store.set(f"state/{self.rank}", state)
             self._published, self._published_at = state, now
@@ -336,7 +370,7 @@ class Monitor:
                 self.abort()
             self._stop.set()
             if self._thread is not None:
-                self._thread.join()
+                self._thread.join(ABORT_GRACE)
             self._close()
         except Exception as error:
             self.report_failure(error)
@@ -352,6 +386,30 @@ class Monitor:
                 time.sleep(0.005)
         if self.world.mpi is not None and self.world.owns_mpi and not self.world.mpi.Is_finalized():
             self.world.mpi.Finalize()
+
+
+def waiting_for_each_other(start: int, states: Mapping[int, Mapping[str, Any]]) -> set[int]:
+    """The ranks that `start` waits for, directly or through others, and itself, when none of them can go on.
+
+    A rank waits for those of its wait's ranks that are in another call than itself. When all ranks that are reached so
+    are in one wait each, wait for somebody, and have no message on its way, nobody will ever act. Empty: somebody may.
+    """
+    reached, pending = {start}, [start]
+    while pending:
+        rank = pending.pop()
+        state = states.get(rank) or {}
+        if len(state.get("waits", ())) != 1 or state.get("sending"):
+            return set()
+        blockers = [
+            other
+            for other in state["waits"][0][1]
+            if other != rank and (states.get(other) or {}).get("call") != state["call"]
+        ]
+        if not blockers:
+            return set()
+        pending.extend(set(blockers) - reached)
+        reached.update(blockers)
+    return reached
 
 
 # Text

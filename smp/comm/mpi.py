@@ -129,6 +129,7 @@ class MpiTransport(Transport):
         super().__init__(world, monitor)
         self._mpi = world.mpi
         everyone = self._mpi.COMM_WORLD
+        self._any_thread = self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE  # the user may have initialised MPI
         self._comms = {channel: tuple(everyone.Dup() for _ in range(3)) for channel in Channel}
         self._group_comms: dict[tuple[int, ...], tuple[Any, Any]] = {}
         self._sends: list[_Send] = []
@@ -222,6 +223,8 @@ class MpiTransport(Transport):
         self.monitor.wait(request.Test, call, ranks)
 
     def progress(self) -> bool:
+        if not self._sends or not (self._any_thread or threading.current_thread() is threading.main_thread()):
+            return bool(self._sends)
         with self._lock:
             self._sends = [send for send in self._sends if not send.advance()]
             return bool(self._sends)
