@@ -133,9 +133,12 @@ class StageMap:
                 )
 
     def nodes(self) -> Iterator[tuple[str, nn.Module]]:
+        inside: set[str] = set()  # nodes and what is in them
         for name, module in self.root.named_modules():
-            parent = name.rpartition(".")[0]
-            if self.assignment.get(name) is not None and (not name or self.assignment.get(parent) is None):
+            if name and name.rpartition(".")[0] in inside:
+                inside.add(name)
+            elif self.assignment.get(name) is not None and type(module).forward is not nn.Module.forward:
+                inside.add(name)  # a list of modules is never called: its members are
                 yield name, module
 
     def replacements(self) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:

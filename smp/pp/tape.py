@@ -132,10 +132,10 @@ def _run(node: CallNode) -> None:
 
 def _accumulate(value: Value, gradient: torch.Tensor) -> None:
     assert value.local is not None
-    if value.local.grad is None:
+    if value.parameter is not None and value.local.is_leaf:
+        torch.autograd.backward(value.local.view_as(value.local), gradient)  # so that the parameter's hooks run
+    elif value.local.grad is None:
         value.local.grad = gradient.detach()
-    elif value.parameter is not None:
-        value.local.grad += gradient
     else:
         # Out of place: autograd may have stored another node's gradient tensor here without copying it.
         value.local.grad = value.local.grad + gradient

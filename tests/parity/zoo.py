@@ -126,7 +126,8 @@ class TiedInGlue(nn.Module):
 class Attend(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.q, self.kv, self.block = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH), Block()
+        # no bias for keys: softmax does not see it, so its gradient would be rounding alone
+        self.q, self.kv, self.block = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH, bias=False), Block()
 
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:
         k, v = self.kv(memory).chunk(2, dim=-1)
