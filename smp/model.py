@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from smp import grad_norm, log, model_state, runtime
 from smp.dp.broadcast import broadcast_coalesced
 from smp.dp.buffer_sync import BufferSync
+from smp.dp.optimizer_state import accept_empty_stages
 from smp.dp.reducer import Reducer
 from smp.dp.uneven import UnevenInputs
 from smp.errors import StepError, UsageError
@@ -250,6 +251,8 @@ class DistributedModel(ModelViews):
         self._state = State.PARTITIONED
         model_state.apply_pending(self)
         self._make_reducer()
+        if rt.topology.pp_size > 1:
+            accept_empty_stages()
         if rt.optimizer is not None:
             rt.optimizer._on_partition(list(self.parameters()))
         if rt.topology.pp_size > 1:

@@ -203,10 +203,7 @@ class DistributedOptimizer(Optimizer):
     def _drop_foreign(self, local_parameters: Iterable[Tensor]) -> None:
         local = {id(param) for param in local_parameters}
         elsewhere = {id(param) for param in runtime.get().model.module.parameters()} - local
-        optimizer_state.drop_parameters(
-            self.optimizer,
-            lambda param: id(param) not in elsewhere and not getattr(param, "_smp_placeholder", False),
-        )
+        optimizer_state.drop_parameters(self.optimizer, lambda param: id(param) not in elsewhere)
 
     def orig_state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state dict, by its own positions."""
@@ -279,7 +276,7 @@ class DistributedOptimizer(Optimizer):
         """The layout of the whole model's optimizer; collective over the mp group at its first use."""
         if self._layout is None:
             rt, names = runtime.get(), self._names()
-            mine = [[names[id(p)] for p in group if not getattr(p, "_smp_placeholder", False)] for group in self._given]
+            mine = [[names[id(param)] for param in group] for group in self._given]
             group = rt.group(CommGroup.MP_GROUP)
             layouts = rt.transport.all_gather_object(mine, group) if group.size > 1 else [mine]
             order = [name for name, _ in rt.model.module.named_parameters()] if rt.model is not None else []

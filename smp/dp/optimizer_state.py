@@ -11,12 +11,14 @@ between everything goes by the parameter's name in the user's module:
 A **layout** is the names of a whole optimizer's parameters, group by group, in order.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from smp import runtime
 from smp.comm.entry import raise_alike
 from smp.errors import CheckpointError
 from smp.runtime import Runtime
@@ -266,3 +268,26 @@ def drop_parameters(optimizer: Optimizer, keep: Callable[[Tensor], bool]) -> Non
         for key in ("params", "param_names"):
             if key in group:
                 group[key][:] = [item for item, stays in zip(group[key], kept) if stays]
+
+
+def accept_empty_stages() -> None:
+    """Lets `AdamW(model.parameters())` work on a rank whose stage has no parameters; torch refuses an empty list."""
+    original = Optimizer.__init__
+    if hasattr(original, "_smp_original"):
+        return
+
+    @functools.wraps(original)
+    def __init__(self: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
+        if not isinstance(params, Tensor):
+            params = list(params)
+            if not params and _stage_is_empty():
+                params = [{"params": []}]
+        original(self, params, defaults)
+
+    __init__._smp_original = original  # type: ignore[attr-defined]
+    Optimizer.__init__ = __init__  # type: ignore[method-assign]
+
+
+def _stage_is_empty() -> bool:
+    model = runtime.get().model if runtime.is_initialized() else None
+    return model is not None and model.partitioned and not any(True for _ in model.local_parameters())

@@ -215,3 +215,45 @@ def test_optimizer_state_is_saved_and_loaded_before_partition(kind: str) -> None
     train = train_step(model)
     run(range(3, 5))
     assert_equal_run(model, reference)
+
+
+class Bare(nn.Module):
+    """Its second stage has no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Tanh()
+
+    def forward(self, x: Tensor, uses: Sequence[int]) -> Tensor:
+        return self.second(self.first(x))
+
+
+@on_ranks(2, config={"pipeline_parallel_degree": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0})
+def test_an_optimizer_made_after_partition_from_an_empty_stage() -> None:
+    """A failure means that torch's check for empty parameter lists ends the run on some ranks."""
+    torch.manual_seed(0)
+    module = Bare().double()
+    reference = copy.deepcopy(module)
+    smp.set_partition(module.second, 1)
+    model = smp.DistributedModel(module)
+    train = train_step(model)
+    train(batch(0, 4))
+    model.zero_grad()
+    assert len(list(model.parameters())) == (2 if smp.pp_rank() == 0 else 0)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+    plain = torch.optim.AdamW(reference.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        train(batch(step, 4))
+        plain_step(reference, batch(step, 4), replicas=1)
+        optimizer.step()
+        plain.step()
+    assert_equal_run(model, reference)
+    state = optimizer.state_dict()
+    plain.load_state_dict(state)
+    assert sorted(state["state"]) == [0, 1]
+    if smp.pp_rank() == 0:
+        with pytest.raises(ValueError, match="empty parameter list"):
+            torch.optim.SGD([], lr=0.1)
