@@ -208,7 +208,7 @@ class Reducer:
         self._complete_hooked()
         self._passes, self._pending = 0, False
         self._phase = Phase.IDLE
-        if self._is_last_microbatch:
+        if self._is_last_microbatch and any(self._fires):  # torch.autograd.grad is a pass without any
             self._expected_fires = self._fires
         self._is_last_microbatch = False
         if self._overlap and not self._order_is_observed:

@@ -204,17 +204,46 @@ def test_half_precision_needs_one_bucket_of_memory() -> None:
     assert peaks[1] <= 64
 
 
+@pytest.mark.parametrize("views", [False, True])
 @on_ranks(2, config=DDP)
-def test_full_precision_needs_few_buckets_of_memory() -> None:
-    """A failure means that gradients exist twice, whatever the size of the model."""
+def test_full_precision_needs_few_buckets_of_memory(views: bool) -> None:
+    """A failure means that gradients exist twice, whatever the size of the model, or memory is made anew each pass."""
     model = Mixed([3 * number for number in range(40)], (200,))
-    reducer = make_reducer(model, bucket_cap_mb=KILOBYTE)
+    with LiveBytes() as memory:
+        reducer = make_reducer(model, bucket_cap_mb=KILOBYTE, gradient_as_bucket_view=views)
+    assert memory.peak <= (40 * 201 * 4 if views else 0)  # in the buckets is where gradients live then
     for param in model.parameters():
         param.grad = torch.ones_like(param)
-    with LiveBytes() as memory:
-        reducer.begin()
-        reducer.finish()
-    assert memory.peak <= 4 * 1024 + 64
+    peaks = []
+    for _ in range(2):
+        with LiveBytes() as memory:
+            reducer.begin()
+            reducer.finish()
+        peaks.append(memory.peak)
+    assert peaks[0] <= (64 + 320 if views else 4 * 1024 + 64 + 320)  # and the agreed order, 8 bytes per parameter
+    assert peaks[1] <= 64
+
+
+@on_ranks(2, config=DDP)
+def test_gradients_asked_for_by_autograd_grad_disturb_nothing() -> None:
+    """A failure means that a gradient penalty breaks the reduction, or ends overlap for the next pass."""
+    model = chain(width=16)
+    reference = copy.deepcopy(model)
+    reducer = make_reducer(model, bucket_cap_mb=KILOBYTE)
+    for step in range(3):
+        losses = []
+        for module, data in ((reference, batch(step, 4, 16)), (model, my_part(batch(step, 4, 16)))):
+            module.zero_grad()
+            output = module(data.requires_grad_())
+            if module is model:
+                reducer.watch([output])
+            (slope,) = torch.autograd.grad(output.pow(2).sum(), data, create_graph=True)
+            losses.append(slope.pow(2).sum(1).mean() + output.pow(2).mean())
+        losses[0].backward()
+        with recorded(model) as events:
+            losses[1].backward()
+        assert_same_gradients(model, reference)
+        assert step == 0 or "reduce" in events[: events.index("0.weight")]
 
 
 @on_ranks(2, config=DDP)
