@@ -7,7 +7,13 @@ from torch.nn import Parameter
 
 from smp.errors import UsageError
 from smp.pp.engine import Engine
+from smp.pp.placed import current
 from smp.tp.module import DistributedModule
+
+
+def _in_glue() -> bool:
+    """Whether the calling thread is in the code of a step function or of glue modules, on several stages."""
+    return current.program is not None and not current.program.in_node
 
 
 class ModelViews(nn.Module):
@@ -22,17 +28,20 @@ class ModelViews(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Parameter]]:
-        """Parameters under the names of the user's module; after partition, those of this rank."""
+        """Parameters under the names of the user's module; after partition, those of this rank.
+
+        In the code of a step function, which is the same on every rank, all of them.
+        """
         for name, parameter in self.module.named_parameters("", recurse, remove_duplicate):
-            if self._is_local(name):
+            if self._is_local(name) or _in_glue():
                 yield f"{prefix}.{name}" if prefix else name, parameter
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Buffers under the names of the user's module; after partition, those of this rank."""
+        """Buffers under the names of the user's module; after partition, those of this rank. In a step, all of them."""
         for name, buffer in self.module.named_buffers("", recurse, remove_duplicate):
-            if self._is_local(name):
+            if self._is_local(name) or _in_glue():
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
     def local_named_parameters(self, recurse: bool = True) -> Iterator[tuple[str, Parameter]]:
@@ -41,7 +50,7 @@ class ModelViews(nn.Module):
         Raises `UsageError` before partition, as all `local_` methods do.
         """
         self._need_partition("local_named_parameters")
-        return self.named_parameters(recurse=recurse)
+        return ((name, p) for name, p in self.module.named_parameters("", recurse) if self._is_local(name))
 
     def local_parameters(self, recurse: bool = True) -> Iterator[Parameter]:
         """Parameters that live on this rank."""
@@ -50,7 +59,7 @@ class ModelViews(nn.Module):
     def local_named_buffers(self, recurse: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Names and buffers that live on this rank."""
         self._need_partition("local_named_buffers")
-        return self.named_buffers(recurse=recurse)
+        return ((name, b) for name, b in self.module.named_buffers("", recurse) if self._is_local(name))
 
     def local_buffers(self, recurse: bool = True) -> Iterator[Tensor]:
         """Buffers that live on this rank."""

@@ -49,7 +49,7 @@ class Value:
     __slots__ = (
         "owner", "program", "shape", "stride", "dtype", "requires_grad", "local", "copies", "order", "storage",
         "version",
-        "hooks", "parameter",
+        "hooks", "parameter", "spent",
     )  # fmt: skip
 
     def __init__(
@@ -76,6 +76,7 @@ class Value:
         self.version = self.storage.version
         self.hooks: list[Callable[[torch.Tensor], torch.Tensor | None]] = []
         self.parameter: torch.Tensor | None = None  # the parameter or written buffer that this value is
+        self.spent = False  # a backward has gone through the node that made it
 
     @property
     def numel(self) -> int:

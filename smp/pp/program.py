@@ -20,7 +20,7 @@ from smp.nested import Spec, flatten, unflatten
 from smp.pp import placed as glue
 from smp.pp.engine import Engine, StepContext
 from smp.pp.placed import GlueMode, Placed, Storage, Value, user_line
-from smp.pp.special import SPECIAL
+from smp.pp.special import SPECIAL, refuse
 from smp.pp.structure import SameObject, Structure, TensorInfo, agrees, describe, signature_of, value_signature
 from smp.pp.tape import CallNode, MoveNode, Node, Tape
 
@@ -66,6 +66,8 @@ class Program:
         values = [self._value_of(leaf) for leaf in leaves]
         if not any(value is not None for value in values):
             return func(*args, **kwargs)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return refuse(self, func, args, kwargs)  # within torch.func: it would not see what runs on plain tensors
         name = getattr(func, "__name__", str(func))
         return self._call(func, name, func, leaves, spec, values, None, is_function=True)
 
@@ -484,6 +486,7 @@ class _Identity(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)  # no gradient is not a gradient of zero
         return x.detach()
 
     @staticmethod

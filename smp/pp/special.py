@@ -87,7 +87,7 @@ class _HookHandle:
             self._hooks.remove(self._hook)
 
 
-def _refuse(program: "Program", func: Any, args: Any, kwargs: Any) -> Any:
+def refuse(program: "Program", func: Any, args: Any, kwargs: Any) -> Any:
     leaves, _ = flatten((args, kwargs))
     if not any(type(leaf) is Placed for leaf in leaves):
         return func(*args, **kwargs)
@@ -108,13 +108,13 @@ SPECIAL: dict[Any, Callable[[Any, Any, Any, Any], Any]] = {
     torch.Tensor.__iter__: _iterate,
     torch.Tensor.backward: _tensor_backward,
     torch.Tensor.register_hook: _register_hook,
-    torch.Tensor.retain_grad: _refuse,
-    torch.autograd.grad: _refuse,
-    glue.GET_GRAD: _refuse,
-    torch.Tensor.data.__set__: _refuse,  # type: ignore[attr-defined]
-    torch.Tensor.set_: _refuse,
-    torch.Tensor.data_ptr: _refuse,
-    torch.Tensor.untyped_storage: _refuse,
-    torch.Tensor.register_post_accumulate_grad_hook: _refuse,
-    torch.Tensor.share_memory_: _refuse,
+    torch.Tensor.retain_grad: refuse,
+    torch.autograd.grad: refuse,
+    glue.GET_GRAD: refuse,
+    torch.Tensor.data.__set__: refuse,  # type: ignore[attr-defined]
+    torch.Tensor.set_: refuse,
+    torch.Tensor.data_ptr: refuse,
+    torch.Tensor.untyped_storage: refuse,
+    torch.Tensor.register_post_accumulate_grad_hook: refuse,
+    torch.Tensor.share_memory_: refuse,
 }

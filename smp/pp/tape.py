@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from smp.pp.placed import Value
+from smp.errors import StepError
+from smp.pp.placed import Value, user_line
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +41,7 @@ class MoveNode:
     copy: Value
     tag: int
     parameters: list[torch.Tensor] = field(default_factory=list)
+    released: bool = False
 
 
 Node = CallNode | MoveNode
@@ -72,7 +74,7 @@ class Tape:
         """
         reached: set[Value] = set()
         for value, gradient in seeds:
-            reached.add(value)
+            self._reach(reached, value)
             if value.owner == self._rank and gradient is not None:
                 _accumulate(value, gradient)
         kept: list[Node] = []
@@ -83,11 +85,14 @@ class Tape:
                 kept.append(node)
                 continue
             if isinstance(node, CallNode):
-                reached.update(node.inputs)
+                for value in node.inputs:
+                    self._reach(reached, value)
+                for value in node.outputs:
+                    value.spent = True
                 if node.real is not None:
                     _run(node)
             else:
-                reached.add(node.source)
+                self._reach(reached, node.source)
                 if self._rank == node.copy.owner:
                     send(node, final_gradient(node.copy))
                     _free(node.copy)
@@ -95,13 +100,34 @@ class Tape:
                     gradient = receive(node)
                     if gradient is not None:
                         _accumulate(node.source, gradient)
-            self._on_release(node)
+                if node.source.parameter is None:
+                    node.copy.spent = True
+                else:
+                    kept.append(node)  # a leaf: another backward may reach it through another use of the copy
+            self._release(node)
         self._nodes = kept[::-1]
+
+    @staticmethod
+    def _reach(reached: set[Value], value: Value) -> None:
+        if value.spent:
+            raise StepError(
+                f"backward at {user_line()} goes through a part of the step that an earlier backward has gone through; "
+                "its graph is freed. Add the losses and call backward once, or detach what the second one shares with "
+                "the first."
+            )
+        reached.add(value)
+
+    def _release(self, node: Node) -> None:
+        if isinstance(node, MoveNode):
+            if node.released:
+                return
+            node.released = True
+        self._on_release(node)
 
     def clear(self) -> None:
         """Forget what no backward will reach."""
         for node in self._nodes:
-            self._on_release(node)
+            self._release(node)
         self._nodes = []
 
 
