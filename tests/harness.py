@@ -332,6 +332,7 @@ def launch(
     timeout: float = 60.0,
     args: tuple[str, ...] = (),
     command: list[str] | None = None,
+    unset: tuple[str, ...] = (),
 ) -> "subprocess.CompletedProcess[str]":
     """Runs a script as a job of its own and returns its exit status and output (stderr is merged into stdout).
 
@@ -342,16 +343,20 @@ def launch(
         env: additional environment variables.
         timeout: seconds; when they are over everything is killed and the calling test fails with the output so far.
         command: what to put before the script, instead of the launcher's usual command line.
+        unset: environment variables that the job shall not see.
 
     The test fails too when a process of the job is still alive a few seconds after the launcher has ended.
     """
     __tracebackhide__ = True
     mark = secrets.token_hex(8)
+    environment = test_environment(mark) | (env or {})
+    for name in unset:
+        environment.pop(name, None)
     with _script(script) as path, open(path.parent / "output", "w+") as output:
         process = subprocess.Popen(
             [*(command or launcher_command(n, launcher)), path.name, *args],
             cwd=path.parent,
-            env=test_environment(mark) | (env or {}),
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

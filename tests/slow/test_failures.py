@@ -1,4 +1,7 @@
-"""However a rank ends, the job ends: soon, with a non-zero status, one traceback, and nothing left running."""
+"""However a rank ends, the job ends: soon, with a non-zero status, one traceback, and nothing left running.
+
+`launch` itself fails when a process of the job is still alive after the launcher has ended.
+"""
 
 import re
 import textwrap
@@ -84,5 +87,132 @@ def test_a_rank_that_exits_early_ends_the_job(place: str, launcher: str) -> None
         assert tracebacks(output) == 1, output
 
 
-def script(text: str) -> str:
-    return textwrap.dedent(text)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_that_is_missing_is_reported_while_the_others_wait(launcher: str) -> None:
+    """a10-3. A failure means that users cannot tell waiting from hanging."""
+    script = """
+        import time
+        import smp
+        smp.init({"ddp": True})
+        if smp.rank() == 1:
+            time.sleep(8)  # line 6
+        smp.barrier()
+    """
+    done = launch(textwrap.dedent(script), 4, launcher, env={"SMP_REPORT_AFTER": "4"})
+    assert done.returncode == 0, done.stdout
+    reports = re.findall(r".*waiting for \d s: (.*)", done.stdout)
+    assert reports == ["rank 1 is missing in smp.barrier(WORLD), last seen at train.py:6"], done.stdout
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_wait_ends_at_the_timeout_with_the_missing_rank(launcher: str) -> None:
+    """A failure means that a job in which one rank never arrives holds its machines for ever."""
+    script = """
+        import time
+        import smp
+        smp.init({"ddp": True})
+        if smp.rank() == 1:
+            time.sleep(1000)  # line 6
+        smp.allgather(smp.rank())
+    """
+    done = launch(textwrap.dedent(script), 4, launcher, env={"SMP_TIMEOUT": "5"})
+    assert done.returncode != 0, done.stdout
+    message = (
+        r"CommError: smp.allgather\(WORLD\) did not complete within 5 s \(SMP_TIMEOUT\): "
+        r"rank 1 is missing in smp.allgather\(WORLD\), last seen at train.py:6"
+    )
+    assert len(re.findall(message, done.stdout)) == 1, done.stdout
+    assert tracebacks(done.stdout) == 1, done.stdout
+
+
+def test_a_wait_inside_torch_ends_at_the_timeout_too() -> None:
+    """A failure means that a gradient reduction which one rank never joins hangs silently."""
+    script = """
+        import time, torch
+        import smp
+        from smp import runtime
+        smp.init({"ddp": True})
+        if smp.rank() == 1:
+            time.sleep(1000)  # line 7
+        with runtime.get().monitor.blocking("gradient reduction", [0, 1]):
+            torch.distributed.all_reduce(torch.ones(3))
+    """
+    done = launch(textwrap.dedent(script), 2, env={"SMP_TIMEOUT": "5"})
+    assert done.returncode != 0, done.stdout
+    assert "gradient reduction did not complete within 5 s" in done.stdout, done.stdout
+    assert "rank 1 is missing in gradient reduction, last seen at train.py:7" in done.stdout, done.stdout
+
+
+def test_calls_that_wait_for_each_other_are_recognised_long_before_the_timeout() -> None:
+    """A failure means that a collective call under a rank guard costs ten minutes to find."""
+    script = """
+        import smp
+        smp.init({"ddp": True})
+        if smp.rank() == 0:
+            smp.barrier()  # line 5
+        smp.recv_from(1 - smp.rank())
+    """
+    done = launch(textwrap.dedent(script), 2, timeout=60)
+    assert done.returncode != 0, done.stdout
+    assert "rank 0 waits in smp.barrier(WORLD) at train.py:5" in done.stdout, done.stdout
+    assert "rank 1 waits in smp.recv_from(0, WORLD_RANK) at train.py:6" in done.stdout, done.stdout
+
+
+def test_a_rank_that_never_calls_init_does_not_hold_the_others_for_ever() -> None:
+    """A failure means that smp.init under a rank guard hangs inside MPI, where no deadline reaches."""
+    script = """
+        import os, time
+        import smp
+        if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+            time.sleep(1000)
+        smp.init({"ddp": True})  # line 6
+    """
+    done = launch(textwrap.dedent(script), 2, env={"SMP_TIMEOUT": "5"})
+    assert done.returncode != 0, done.stdout
+    assert "wait_until_all_ranks_have_called_smp_init" in done.stdout and 'train.py", line 6' in done.stdout
+
+
+WRONG_CONFIGS = {
+    "misspelt key": ({"tensor_paralell_degree": 2}, {}, ["tensor_paralell_degree", "tensor_parallel_degree"]),
+    "wrong type": ({"microbatches": "4x"}, {}, ["microbatches", "4x"]),
+    "out of range": ({"pipeline_parallel_degree": 0}, {}, ["pipeline_parallel_degree", "0"]),
+    "exclusive": ({"fp16": True, "bf16": True}, {}, ["fp16", "bf16"]),
+    "world": ({"pipeline_parallel_degree": 3, "ddp": True}, {}, ["pipeline_parallel_degree", "3", "2 processes"]),
+    "environment": ({}, {"SM_HP_MP_PARAMETERS": '{"partitons": 2}'}, ["partitons", "partitions"]),
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("case", list(WRONG_CONFIGS))
+def test_a_wrong_configuration_is_refused_at_once(case: str, launcher: str) -> None:
+    """a10-1. A failure means that a typo is ignored, or found late, or leaves ranks behind."""
+    config, env, words = WRONG_CONFIGS[case]
+    script = f"""
+        import sys, time
+        import smp
+        start = time.monotonic()
+        try:
+            smp.init({config!r})
+        except smp.ConfigError:
+            print("refused after", int(time.monotonic() - start), flush=True)
+            raise
+    """
+    done = launch(textwrap.dedent(script), 2, launcher, env=env)
+    assert done.returncode != 0, done.stdout
+    seconds = [int(number) for number in re.findall(r"refused after (\d+)", done.stdout)]
+    assert len(seconds) == 2 and max(seconds) < 10, done.stdout
+    assert done.stdout.count("smp.errors.ConfigError") == 1, done.stdout
+    for word in words:
+        assert word in done.stdout, done.stdout
+
+
+def test_ranks_with_different_configurations_are_all_refused() -> None:
+    """A failure means that ranks disagree about the grid and hang later."""
+    script = """
+        import os
+        import smp
+        smp.init({"ddp": True, "microbatches": 2 + int(os.environ["OMPI_COMM_WORLD_RANK"])})
+    """
+    done = launch(textwrap.dedent(script), 2)
+    assert done.returncode != 0
+    assert "microbatches is 2 on rank 0 and 3 on rank 1" in done.stdout, done.stdout
