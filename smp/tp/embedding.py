@@ -134,14 +134,16 @@ class DistributedEmbedding(DistributedModule):
         self.weight[used] = rows * scale.unsqueeze(1).to(rows.dtype)
 
     def _look_up_own_rows(self, ids: Tensor) -> Tensor:
-        """Rows of other ranks are zero; the sum over the ranks is the whole."""
+        """Rows of other ranks are zero; the sum over the ranks is the whole. What is no id at all is looked up at -1, so
+        that it fails as in one process."""
         rows = self.weight.shape[0]
         start = self.tp_group.rank * rows
         own = (ids >= start) & (ids < start + rows)
         padding = self.padding_idx - start if self.padding_idx is not None else None
         if padding is not None and not 0 <= padding < rows:
             padding = None
-        out = F.embedding(torch.where(own, ids - start, 0), self.weight, padding)
+        others = torch.where((ids < 0) | (ids >= self.num_embeddings), -1, 0)
+        out = F.embedding(torch.where(own, ids - start, others), self.weight, padding)
         return out.masked_fill(~own.unsqueeze(-1), 0)
 
     def extra_repr(self) -> str:

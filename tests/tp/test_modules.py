@@ -133,6 +133,18 @@ def test_embedding_cut_along_the_vocabulary_equals_its_twin(tp, prescaled):
             assert spec_of(split.weight).dim == 0
 
 
+@pytest.mark.parametrize("prescaled", [False, True])
+@pytest.mark.parametrize("tp", [2])
+@on_tp()
+def test_ids_out_of_range_are_refused(tp, prescaled):
+    """On every rank, whichever way the table is cut."""
+    for size in (4, 3):
+        module = DistributedEmbedding(8, size)
+        for wrong in (-1, 8):
+            with pytest.raises(IndexError):
+                module(torch.tensor([[1, wrong]]))
+
+
 @both_modes
 @on_tp()
 def test_layer_norm_equals_its_twin(tp, prescaled):
