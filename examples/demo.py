@@ -16,7 +16,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 OUT = HERE.parent / "runs" / "demo"
-STEPS, MIDDLE = 240, 120
+STEPS, MIDDLE = 200, 100
 
 
 def mpirun() -> list[str]:
