@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
@@ -264,3 +264,35 @@ def _store_on_port(world: World, port: int) -> dist.Store:
     if not answer.startswith("="):
         raise CommError(answer)
     return _client(answer[1:], port)
+
+
+# What the rest of the package asks about devices
+
+AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+def default_generators() -> list[torch.Generator]:
+    """The default generators that a script draws from: the host's and, on CUDA, the current device's."""
+    found = [torch.default_generator]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    return found
+
+
+def device_state() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """This thread's current device and stream, as a context that another thread can enter."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return contextlib.nullcontext
+    stream = torch.cuda.current_stream()
+
+    @contextlib.contextmanager
+    def entered() -> Iterator[None]:
+        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+            yield
+
+    return entered
+
+
+def moves_over_process_groups(device: torch.device) -> bool:
+    """Whether tensors between stages travel over process groups (NCCL), not over the host's transport."""
+    return device.type == "cuda"

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 
 import torch
 
+from smp.bootstrap import default_generators
+
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -22,14 +24,6 @@ def mix(seed: int, salt: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
-
-
-def generators() -> list[torch.Generator]:
-    """The default generators whose streams a step controls: the host's and, on CUDA, the current device's."""
-    found = [torch.default_generator]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    return found
 
 
 def part_salt(part: int) -> int:
@@ -45,7 +39,7 @@ class Streams:
     """
 
     def __init__(self, salt: int = 0) -> None:
-        self._first, *self._others = generators()
+        self._first, *self._others = default_generators()
         self.salt = salt
 
     def seed(self, seed: int) -> None:
@@ -97,7 +91,7 @@ def draw_seed() -> int:
 def preserved_after_draw() -> Iterator[int]:
     """A seed for one step; afterwards the user's generators stand just behind that draw, whatever the step drew."""
     seed = draw_seed()
-    states = [(generator, generator.get_state()) for generator in generators()]
+    states = [(generator, generator.get_state()) for generator in default_generators()]
     try:
         yield seed
     finally:

@@ -21,7 +21,8 @@ from smp import bootstrap, log
 from smp.bootstrap import World
 from smp.comm.gloo import GlooTransport
 from smp.comm.mpi import MpiTransport
-from smp.comm.transport import Transport
+from smp.comm.pairs import PairMoves, make_pair_groups
+from smp.comm.transport import Moves, Transport
 from smp.config import Config, resolve
 from smp.errors import ConfigError, UsageError
 from smp.failures import Monitor
@@ -33,6 +34,8 @@ class Runtime:
     """Configuration, grid, groups and transport of this rank.
 
     Attributes:
+        transport: messages between any two ranks.
+        moves: tensors between stages; the transport, or something faster on the device.
         model, optimizer: the one DistributedModel and DistributedOptimizer, once made.
     """
 
@@ -43,12 +46,14 @@ class Runtime:
         world: World,
         groups: Mapping[CommGroup, Group],
         transport: Transport,
+        moves: Moves,
         monitor: Monitor,
     ) -> None:
         self.config = config
         self.topology = topology
         self.world = world
         self.transport = transport
+        self.moves = moves
         self.monitor = monitor
         self.rank, self.size = world.rank, world.size
         self.local_rank, self.local_size = world.local_rank, world.local_size
@@ -148,7 +153,10 @@ def _build(config: Config, world: World, monitor: Monitor) -> Runtime:
     topology = Topology.from_config(config, world.size)
     groups = make_groups(topology, world.rank, timeout)
     _transport.prepare(list(groups.values()))
-    return Runtime(config, topology, world, groups, _transport, monitor)
+    moves: Moves = _transport
+    if bootstrap.moves_over_process_groups(world.device):
+        moves = PairMoves(_transport, make_pair_groups(topology, world.rank, world.device, timeout))
+    return Runtime(config, topology, world, groups, _transport, moves, monitor)
 
 
 # Agreement

@@ -10,7 +10,7 @@ import smp
 LAYERS = """
     errors log coming topology config
     bootstrap failures groups
-    comm.transport comm.mpi comm.gloo
+    comm.transport comm.mpi comm.gloo comm.pairs
     runtime state_mod
     rng nested
     comm

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -49,6 +49,20 @@ class Request(ABC):
     def value(self) -> Tensor | None:
         """Of a completed `irecv_optional`: the buffer, or None when the sender had no tensor."""
         raise CommError("only an optional receive has a value")
+
+
+class Moves(Protocol):
+    """What the pipeline needs to move tensors."""
+
+    def isend(self, tensor: Tensor, dest: int, tag: int = ..., channel: Channel = ...) -> Request: ...
+
+    def irecv(self, buffer: Tensor, source: int, tag: int = ..., channel: Channel = ...) -> Request: ...
+
+    def isend_optional(self, tensor: Tensor | None, dest: int, tag: int = ..., channel: Channel = ...) -> Request: ...
+
+    def irecv_optional(self, buffer: Tensor, source: int, tag: int = ..., channel: Channel = ...) -> Request: ...
+
+    def progress(self) -> bool: ...
 
 
 class Transport(ABC):

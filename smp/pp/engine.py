@@ -32,6 +32,7 @@ class Engine:
         self.num_stages = runtime.topology.pp_size
         self.device = runtime.device
         self.transport = runtime.transport
+        self.moves = runtime.moves
         self.monitor = runtime.monitor
         self.ranks = runtime.group(CommGroup.PP_GROUP).ranks  # world rank of each stage
         self.stages: StageMap | None = None
@@ -110,20 +111,20 @@ class StepContext:
         return mix(self.seed, microbatch)
 
     def send(self, tensor: torch.Tensor, stage: int, tag: int) -> None:
-        self._keep(self.engine.transport.isend(tensor, self.engine.ranks[stage], tag, Channel.MOVE))
+        self._keep(self.engine.moves.isend(tensor, self.engine.ranks[stage], tag, Channel.MOVE))
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, stage: int, tag: int, what: str) -> torch.Tensor:
         buffer = torch.empty(shape, dtype=dtype, device=self.engine.device)
-        request = self.engine.transport.irecv(buffer, self.engine.ranks[stage], tag, Channel.MOVE)
+        request = self.engine.moves.irecv(buffer, self.engine.ranks[stage], tag, Channel.MOVE)
         self._wait(request, stage, what)
         return buffer
 
     def send_gradient(self, gradient: torch.Tensor | None, stage: int, tag: int) -> None:
-        self._keep(self.engine.transport.isend_optional(gradient, self.engine.ranks[stage], tag))
+        self._keep(self.engine.moves.isend_optional(gradient, self.engine.ranks[stage], tag))
 
     def receive_gradient(self, shape: tuple[int, ...], dtype: torch.dtype, stage: int, tag: int) -> torch.Tensor | None:
         buffer = torch.empty(shape, dtype=dtype, device=self.engine.device)
-        request = self.engine.transport.irecv_optional(buffer, self.engine.ranks[stage], tag)
+        request = self.engine.moves.irecv_optional(buffer, self.engine.ranks[stage], tag)
         self._wait(request, stage, "a gradient")
         return request.value()
 

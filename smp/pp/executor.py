@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from smp.bootstrap import AUTOCAST_DEVICES, device_state
 from smp.pp.placed import current
 from smp.pp.program import Program
 from smp.pp.schedule import Action, ActionKind
@@ -125,23 +126,20 @@ class ThreadState:
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         self._autocast = [
-            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
+            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in AUTOCAST_DEVICES
         ]
         self._autocast_cache = torch.is_autocast_cache_enabled()
         self._function_modes = torch.overrides._get_current_function_mode_stack()
         self._dispatch_modes = _get_current_dispatch_mode_stack()
         self._saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self._anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-        on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-        self._stream = torch.cuda.current_stream() if on_cuda else None
+        self._device = device_state()
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Enter the same state in this thread."""
         with ExitStack() as stack:
-            if self._stream is not None:
-                stack.enter_context(torch.cuda.device(self._stream.device))
-                stack.enter_context(torch.cuda.stream(self._stream))
+            stack.enter_context(self._device())
             if self._inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self._grad))

@@ -79,13 +79,13 @@ def share_arguments(
             if is_replicated(leaves[index]):
                 data = leaves[index].to(engine.device)
                 leaves[index] = data
-                requests += [engine.transport.isend(data, rank, tag, Channel.MOVE) for rank in engine.ranks[1:]]
+                requests += [engine.moves.isend(data, rank, tag, Channel.MOVE) for rank in engine.ranks[1:]]
         elif described.dtype.is_floating_point or described.dtype.is_complex:
             stand_in = torch.empty(described.shape, dtype=described.dtype, device="meta")
             leaves[index] = stand_in.requires_grad_(described.requires_grad).as_subclass(Unsent)
         else:
             buffer = torch.empty(described.shape, dtype=described.dtype, device=engine.device)
-            requests.append(engine.transport.irecv(buffer, engine.ranks[0], tag, Channel.MOVE))
+            requests.append(engine.moves.irecv(buffer, engine.ranks[0], tag, Channel.MOVE))
             leaves[index] = buffer
     for request in requests:
         engine.monitor.wait(request.test, "smp.step, the batch from pp_rank 0", [engine.ranks[0]])
@@ -139,11 +139,11 @@ def share_outputs(engine: Engine, programs: Sequence[Program], outputs: list[Any
                 assert value.local is not None
                 data = value.local.detach()
                 others = [rank for rank in engine.ranks if rank != engine.ranks[engine.rank]]
-                sends += [engine.transport.isend(data, rank, tag, Channel.MOVE) for rank in others]
+                sends += [engine.moves.isend(data, rank, tag, Channel.MOVE) for rank in others]
             else:
                 data = torch.empty(value.shape, dtype=value.dtype, device=engine.device)
                 source = engine.ranks[value.owner]
-                receives.append((engine.transport.irecv(data, source, tag, Channel.MOVE), source, program.index))
+                receives.append((engine.moves.irecv(data, source, tag, Channel.MOVE), source, program.index))
             leaves[index] = data
     for request, source, microbatch in receives:
         engine.monitor.wait(request.test, f"smp.step, a result of microbatch {microbatch}", [source])

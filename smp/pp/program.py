@@ -289,7 +289,7 @@ class Program:
             parameters = [v.parameter for v in gradient_inputs if v.parameter is not None]
             parameters += self.engine.parameters_of(key) if inputs is not None else []
             self._record(CallNode(name, gradient_inputs, outputs, None if inputs is None else real, parameters))
-        self.engine.transport.progress()
+        self.engine.moves.progress()
         return unflatten(structure.spec, given)
 
     def _new_value(self, info: TensorInfo, tensor: torch.Tensor | None, owner: int, storage: Storage | None) -> Value:
