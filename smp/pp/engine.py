@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from smp.runtime import Runtime
 
 
+# Remembered results' structures. Python numbers are part of a signature, and some change with every step.
+MAX_STRUCTURES = 1 << 14
+
+
 class Engine:
     """Runs one model over the stages of this rank's pipeline group.
 
@@ -49,6 +53,13 @@ class Engine:
                 return None
             self.stages = self._partition()
         return self.stages.owner_of(tensor)
+
+    def remember(self, signature: Any, structure: Structure) -> None:
+        """Keep a result's structure. The oldest is forgotten when there are too many: every rank of the pipeline adds
+        the same ones in the same order, so all forget the same."""
+        self.structures[signature] = structure
+        if len(self.structures) > MAX_STRUCTURES:
+            del self.structures[next(iter(self.structures))]
 
     def is_own_buffer(self, tensor: torch.Tensor) -> bool:
         return self.stages is not None and self.stages.is_buffer(tensor)

@@ -182,7 +182,7 @@ class Program:
             return self._run(signature, known, name, function, leaves, spec, values, arrived, owner, is_function)
         if known is None or known.dynamic:
             known = self._receive_structure(owner, name)
-            self.engine.structures[signature] = known
+            self.engine.remember(signature, known)
         if known.draws:
             self._replay_draws(function, leaves, spec, values)
         return self._finish(key, name, known, None, None, leaves, values, arrived, owner)
@@ -220,7 +220,7 @@ class Program:
             draws = before is not None and self.step.streams.moved_since(before)
             draws = draws or (known is not None and known.draws)
             known, results = describe(result, inputs, written, name if is_function else None, draws)
-            self.engine.structures[signature] = known
+            self.engine.remember(signature, known)
             self._send_structure(known)
         else:
             results, _ = flatten(result)
