@@ -1,96 +1,180 @@
 """Calls under a condition that leaves out ranks they need: an error that names those ranks, on all that called."""
 
+import re
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import smp
+from smp.errors import CommError
 from tests.harness import launch, on_ranks
-
-SCRIPT = """
-import sys, time
-import smp, torch
-from smp import model_state
-from tests.stateful import HandMade
-
-smp.init({config})
-model = HandMade(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), {{"1": smp.pp_size() - 1}})
-save = lambda **kw: smp.save(model_state.local_state_dict(model), "m", **kw)
-state_dict = lambda: model_state.full_state_dict(model)
-load = lambda: model_state.load_state_dict(model, {{}}, strict=False)
-if {guard}:
-    {call}
-    print("called on", smp.rank(), flush=True)
-{otherwise}
-"""
+from tests.stateful import shared_directory
 
 TENSOR_DATA = {"tensor_parallel_degree": 2, "ddp": True}
 PIPELINE_DATA = {"pipeline_parallel_degree": 2, "ddp": True}
 
-
-def run(config, guard, call, otherwise="time.sleep(30)", **env):
-    begin = time.monotonic()
-    script = SCRIPT.format(config=config, guard=guard, call=call, otherwise=otherwise)
-    return launch(script, 4, env=env, timeout=60), time.monotonic() - begin
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("call", ["state_dict()", "save()"])
-def test_a_collective_call_on_rank_0_alone_names_the_missing_ranks_within_20_seconds(call):
-    """Guards for the 'main process' around a collective hang for an hour elsewhere."""
-    result, seconds = run(TENSOR_DATA, "smp.rank() == 0", call)
-    assert result.returncode != 0
-    assert "is collective over the ranks [0, 1]: entered by ranks [0], missing ranks [1]" in result.stdout
-    assert "if smp.rdp_rank() == 0" in result.stdout
-    assert seconds < 20 + 10, "the job should end with the error; starting it takes the rest"
+GUARDS: dict[str, Callable[[], bool]] = {
+    "none": lambda: True,
+    "rank": lambda: smp.rank() == 0,
+    "rdp_rank": lambda: smp.rdp_rank() == 0,
+    "dp_rank": lambda: smp.dp_rank() == 0,
+    "pp_rank": lambda: smp.pp_rank() == 0,
+    "tp_rank": lambda: smp.tp_rank() == 0,
+}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("config", "guard", "call", "missing"),
-    [
-        (TENSOR_DATA, "smp.dp_rank() == 0", "state_dict()", "missing ranks [1]"),
-        (PIPELINE_DATA, "smp.pp_rank() == 0", "save()", "missing ranks [1]"),
-        (PIPELINE_DATA, "smp.rdp_rank() == 0", "save(v3=True)", "missing ranks [2, 3]"),
-        (PIPELINE_DATA, "smp.rdp_rank() == 0", "load()", "missing ranks [2, 3]"),
-        (PIPELINE_DATA, "smp.pp_rank() == 1", "smp.load('m')", "missing ranks [0]"),
-    ],
-)
-def test_guards_outside_the_contract_are_errors(config, guard, call, missing):
-    """Each row of the table has guards that leave out ranks; none may hang, none may work by halves."""
-    result, _ = run(config, guard, call, SMP_GUARD_TIMEOUT="2")
-    assert result.returncode != 0
-    assert missing in result.stdout
-    assert "called on" not in result.stdout
+def trained() -> tuple[Any, Any]:
+    """Model and optimizer after one step."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    smp.set_partition(module[1], smp.pp_size() - 1)
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters()))
+
+    @smp.step
+    def train(x: Tensor) -> Tensor:
+        loss = model(x).sum()
+        model.backward(loss)
+        return loss
+
+    train(torch.full((2, 2), float(smp.rank())))
+    optimizer.step()
+    return model, optimizer
 
 
-@pytest.mark.slow
-def test_the_error_says_where_the_missing_ranks_are():
-    """The line of the other branch is what a user has to change."""
-    result, _ = run(TENSOR_DATA, "smp.rank() == 0", "state_dict()", "smp.barrier()", SMP_GUARD_TIMEOUT="5")
-    assert result.returncode != 0
-    assert "rank 1 in" in result.stdout
-    assert "train.py:" in result.stdout
+def check_guards(calls: dict[str, Callable[[], Any]], table: dict[tuple[str, str], set[int] | None]) -> None:
+    """For each (call, guard): it works (None), or each rank that calls is told which of the set it lacks."""
+    for (call, guard), missing in table.items():
+        if GUARDS[guard]():
+            error = None
+            try:
+                calls[call]()
+            except CommError as caught:
+                error = str(caught)
+            if missing is None:
+                assert error is None, f"{call} under {guard}: {error}"
+            else:
+                assert error is not None, f"{call} under {guard} worked on rank {smp.rank()}"
+                named = re.search(r"missing ranks \[([\d, ]+)\]", error)
+                assert named is not None, error
+                assert {int(rank) for rank in named[1].split(", ")} <= missing, error
+        smp.barrier()
 
 
-@pytest.mark.slow
-def test_ranks_that_have_left_are_named_at_once():
-    """There is no need to wait for a rank whose program has ended."""
-    result, seconds = run(PIPELINE_DATA, "smp.pp_rank() == 0", "state_dict()", "")
-    assert result.returncode != 0
-    assert "exited while" in result.stdout
-    assert seconds < 14
+@on_ranks(4, config=TENSOR_DATA)
+def test_guards_with_tensor_parallelism():
+    """Ranks 0 1 are one replica, 2 3 the other: a guard that takes one of a pair is an error that names its twin."""
+    model, optimizer = trained()
+    with shared_directory() as directory, short_wait():
+        calls = calls_of(model, optimizer, directory)
+        table: dict[tuple[str, str], set[int] | None] = {}
+        for call in ("state_dict", "save"):
+            table |= {(call, guard): None for guard in ("none", "rdp_rank")}
+            table |= {(call, guard): {1, 3} for guard in ("rank", "dp_rank", "tp_rank")}
+        table |= {("local_state_dict", guard): None for guard in GUARDS}
+        table |= {("whole", guard): None for guard in GUARDS}
+        check_guards(calls, table)
+
+
+@on_ranks(4, config=PIPELINE_DATA)
+def test_guards_with_a_pipeline():
+    """Ranks 0 1 are one replica, 2 3 the other; without tensor parallelism `dp_rank() == 0` is a whole replica."""
+    model, optimizer = trained()
+    with shared_directory() as directory, short_wait():
+        calls = calls_of(model, optimizer, directory)
+        table: dict[tuple[str, str], set[int] | None] = {}
+        for call in ("state_dict", "save"):
+            table |= {(call, guard): None for guard in ("none", "rdp_rank", "dp_rank")}
+            table |= {(call, guard): {1, 3} for guard in ("rank", "pp_rank")}
+        for call in ("save_v3", "load_state_dict"):
+            table |= {(call, "none"): None, (call, "rdp_rank"): {2, 3}, (call, "pp_rank"): {1, 3}}
+        check_guards(calls, table)
+
+
+def calls_of(model: Any, optimizer: Any, directory: Any) -> dict[str, Callable[[], Any]]:
+    return {
+        "state_dict": model.state_dict,
+        "local_state_dict": model.local_state_dict,
+        "load_state_dict": lambda: model.load_state_dict(model.local_state_dict()),
+        "save": lambda: smp.save(model.local_state_dict(), directory / "m"),
+        "save_v3": lambda: smp.save(optimizer.local_state_dict(), directory / "o", v3=True),
+        "whole": lambda: smp.save([1], directory / "w", partial=False),
+    }
+
+
+class short_wait:
+    """Inside, missing ranks are given up after a second."""
+
+    def __enter__(self) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setenv("SMP_GUARD_TIMEOUT", "1")
+
+    def __exit__(self, *_: object) -> None:
+        self.patch.undo()
 
 
 @on_ranks(4, config=TENSOR_DATA)
 def test_slow_ranks_are_waited_for():
     """Ranks of one replica may be seconds apart; only those that never come are an error."""
-    from torch import nn
-
-    import smp
-    from smp import model_state
-    from tests.stateful import HandMade
-
-    model = HandMade(nn.Linear(2, 2), {})
+    model, _ = trained()
     if smp.rank() == 1:
         time.sleep(1.5)
-    assert list(model_state.full_state_dict(model)) == ["weight", "bias"]
+    assert "1.weight" in model.state_dict()
+
+
+SCRIPT = """
+import time
+import smp, torch
+
+smp.init({"tensor_parallel_degree": 2, "ddp": True})
+model = smp.DistributedModel(torch.nn.Linear(2, 2))
+smp.barrier()
+if smp.rank() == 0:
+    begin = time.monotonic()
+    try:
+        CALL
+    except smp.CommError:
+        print("seconds:", time.monotonic() - begin, flush=True)
+        raise
+OTHERWISE
+"""
+
+
+def run(call: str, otherwise: str, **env: str) -> str:
+    """Rank 0 of 4 makes the call alone; the job's output."""
+    result = launch(SCRIPT.replace("CALL", call).replace("OTHERWISE", otherwise), 4, env=env, timeout=150)
+    assert result.returncode != 0
+    return result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["model.state_dict()", "smp.save(model.local_state_dict(), 'm')"])
+def test_a_collective_call_on_rank_0_alone_names_the_missing_ranks_within_20_seconds(call):
+    """Guards for the 'main process' around a collective hang for an hour elsewhere."""
+    output = run(call, "time.sleep(100)")
+    assert "is collective over the ranks [0, 1]: entered by ranks [0], missing ranks [1]" in output
+    assert "if smp.rdp_rank() == 0" in output
+    seconds = re.search(r"seconds: ([\d.]+)", output)
+    assert seconds is not None
+    assert float(seconds[1]) < 20
+
+
+@pytest.mark.slow
+def test_the_error_says_where_the_missing_ranks_are():
+    """The line of the other branch is what a user has to change."""
+    output = run("model.state_dict()", "smp.barrier()", SMP_GUARD_TIMEOUT="6")
+    assert "rank 1 in" in output
+    assert "train.py:" in output
+
+
+@pytest.mark.slow
+def test_ranks_that_have_left_are_named_at_once():
+    """There is no need to wait for a rank whose program has ended."""
+    output = run("model.state_dict()", "", SMP_GUARD_TIMEOUT="60")
+    assert "exited while" in output
+    seconds = re.search(r"seconds: ([\d.]+)", output)
+    assert seconds is not None
+    assert float(seconds[1]) < 20

@@ -9,8 +9,8 @@ that enters such a call first announces itself in the store, and goes on only wh
         last one to arrive:  ->  {base}/verdict  "go" | "differ"   <- (3) everybody else polls
         deadline passed:     ->  {base}/verdict  "late"            <- (3)
 
-The verdict is written by compare-and-set, so all ranks read the same one: a rank that arrives after the others gave up
-gets an error too instead of waiting for peers that have left.
+The verdict is written by compare-and-set, so all ranks read the same one. A rank that was missed counts the entry that
+the others gave up as its own, so that the next call finds all of them at the same number again.
 """
 
 import os
@@ -72,17 +72,23 @@ class EntryCheck:
         if len(ranks) == 1:
             return
         ranks = tuple(ranks)
-        self._entries[ranks] += 1
-        number = self._entries[ranks]
-        base = f"smp/entry/{'-'.join(map(str, ranks))}/{number}"
+        before, base = self._next(ranks)
+        while self._store.check([f"{base}/verdict"]):  # the others waited for this rank and gave up
+            before, base = self._next(ranks)
         self._store.set(f"{base}/{self._rank}", call)  # (1)
         if self._store.add(f"{base}/count", 1) == len(ranks):  # (2)
-            self._forget(f"smp/entry/{'-'.join(map(str, ranks))}/{number - 1}", ranks)
+            self._forget(before, ranks)
             verdict = self._settle(base, "go" if len(set(self._announced(base, ranks).values())) == 1 else "differ")
         else:
             verdict = self._await_verdict(base, call, ranks, guard_timeout() if timeout is None else timeout)
         if verdict != "go":
             raise CommError(self._explain(verdict, call, base, ranks, advice))
+
+    def _next(self, ranks: tuple[int, ...]) -> tuple[str, str]:
+        """Counts an entry; the prefixes of the keys of the one before and of this one."""
+        number, group = self._entries[ranks], "-".join(map(str, ranks))
+        self._entries[ranks] += 1
+        return f"smp/entry/{group}/{number}", f"smp/entry/{group}/{number + 1}"
 
     def _settle(self, base: str, verdict: str) -> str:
         return self._store.compare_set(f"{base}/verdict", "", verdict).decode()
