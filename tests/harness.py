@@ -329,7 +329,7 @@ def launch(
     n: int,
     launcher: str = "mpi",
     env: dict[str, str] | None = None,
-    timeout: float = 60.0,
+    timeout: float = 120.0,
     args: tuple[str, ...] = (),
     command: list[str] | None = None,
     unset: tuple[str, ...] = (),
