@@ -99,6 +99,8 @@ def _delaying_register(self: nn.Module, name: str, param: nn.Parameter | None) -
     _register_parameter(self, name, param)
     if param is None or not (first and delaying()) or param.is_meta:
         return
+    if nn.Module.register_parameter is not _delaying_register:
+        return  # somebody else's context is on top, as in `from_pretrained`: it knows where the values will come from
     if any(callable(getattr(self, reset, None)) for reset in _RESETS):
         delay(param, param.shape)
 

@@ -134,8 +134,8 @@ class DistributedEmbedding(DistributedModule):
         self.weight[used] = rows * scale.unsqueeze(1).to(rows.dtype)
 
     def _look_up_own_rows(self, ids: Tensor) -> Tensor:
-        """Rows of other ranks are zero; the sum over the ranks is the whole. What is no id at all is looked up at -1, so
-        that it fails as in one process."""
+        """Rows of other ranks are zero; the sum over the ranks is the whole. What is no id at all is looked up at -1,
+        so that it fails as in one process."""
         rows = self.weight.shape[0]
         start = self.tp_group.rank * rows
         own = (ids >= start) & (ids < start + rows)

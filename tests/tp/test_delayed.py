@@ -262,3 +262,23 @@ def test_distributed_modules_made_under_delay_start_as_those_made_at_once():
         assert torch.equal(param, spec_of(param).split(twin.get_parameter(name)))
     assert 0.005 < model[0].weight.std() < 0.04
     assert model(torch.tensor([1, 2])).shape == (2, 8)
+
+
+def test_transformers_models_start_with_their_own_initialisation(tmp_path):
+    """Standard deviations as without the delay, tied weights tied; a checkpoint loaded inside keeps its values."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(vocab_size=38, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
+    reference = transformers.T5ForConditionalGeneration(config)
+    with smp.model_creation(tensor_parallelism=True):
+        model = transformers.T5ForConditionalGeneration(config)
+    assert has_delayed(model)
+    materialize(model)
+    assert model.lm_head.weight is model.shared.weight
+    for (name, param), other in zip(model.named_parameters(), reference.parameters()):
+        scale = other.norm() / other.numel() ** 0.5
+        assert abs(param.norm() / param.numel() ** 0.5 - scale) < 0.25 * scale, name
+    reference.save_pretrained(tmp_path)
+    with smp.model_creation(tensor_parallelism=True):
+        loaded = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path)
+    materialize(loaded)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), reference.parameters()))

@@ -10,7 +10,7 @@ from tests.parity.compare import Setup, check
 
 @pytest.mark.parametrize("prescaled", [False, True], ids=["joined", "prescaled"])
 @pytest.mark.parametrize("name", test_hf.MODELS)
-@on_ranks(2)
+@on_ranks(2, timeout=180)
 def test_transformers_models_train_over_two_parts(name, prescaled):
     """Linears, tables and norms are split wherever they stand, tied ones with both kinds of vocabulary (37 and 38)."""
     for vocabulary in (37, 38):
@@ -23,7 +23,7 @@ def test_transformers_models_train_over_two_parts(name, prescaled):
 
 
 @pytest.mark.parametrize("name", test_hf.MODELS)
-@on_ranks(4)
+@on_ranks(4, timeout=180)
 def test_transformers_models_train_over_two_parts_and_two_stages(name):
     """tp 2 x pp 2, placed by hand and automatically."""
     for auto in (False, True):
