@@ -191,7 +191,8 @@ class Checkpoints:
             marker = self.root / "newest.tmp"
             marker.write_text(folder.name)
             marker.rename(self.root / "newest")
-            for old in self.steps()[: -self.keep]:
+            earlier = [step for step in self.steps() if step < content["step"]]
+            for old in earlier[: max(0, len(earlier) + 1 - self.keep)]:
                 shutil.rmtree(self.root / f"step_{old}")
 
     def load(self, model: Any, optimizer: Any, step: int | None) -> dict[str, Any]:
@@ -251,6 +252,8 @@ def build(args: argparse.Namespace) -> tuple[Any, Any]:
 def train(args: argparse.Namespace) -> None:
     train_files, validation_files = find_text(args.data)
     text, validation = Text(train_files, args.context, args.seed), Text(validation_files, args.context)
+    if args.batch % smp.dp_size():
+        raise SystemExit(f"--batch {args.batch} cannot be divided among the {smp.dp_size()} ranks of each stage")
     model, optimizer = build(args)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, args))
     checkpoints = Checkpoints(args.out, args.keep)
