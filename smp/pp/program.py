@@ -28,6 +28,9 @@ from smp.pp.tape import CallNode, MoveNode, Node, Tape
 _TAGS_PER_MICROBATCH = 1 << 16
 _MAX_MICROBATCHES = 1 << 13
 
+# How many numbers these take depends on their operands, so a stream goes on anew after them.
+_DRAWS_BY_VALUE = frozenset(("poisson", "binomial", "_standard_gamma", "_sample_dirichlet"))
+
 
 class Program:
     """See the module's docstring. `index` is the microbatch; `step` what all microbatches of the step share."""
@@ -69,7 +72,11 @@ class Program:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return refuse(self, func, args, kwargs)  # within torch.func: it would not see what runs on plain tensors
         name = getattr(func, "__name__", str(func))
-        return self._call(func, name, func, leaves, spec, values, None, is_function=True)
+        seed = self.step.streams.current()
+        result = self._call(func, name, func, leaves, spec, values, None, is_function=True)
+        if name in _DRAWS_BY_VALUE:
+            self.step.streams.leave(seed)
+        return result
 
     def call_module(
         self, name: str, owner: int | None, forward: Callable[..., Any], key: Any, args: Any, kwargs: Any
@@ -184,7 +191,7 @@ class Program:
             known = self._receive_structure(owner, name)
             self.engine.remember(signature, known)
         if known.draws:
-            self._replay_draws(function, leaves, spec, values)
+            self._replay_draws(function, leaves, spec, arrived)
         return self._finish(key, name, known, None, None, leaves, values, arrived, owner)
 
     def _run(
@@ -373,11 +380,14 @@ class Program:
             "themselves, or in a list, tuple, dict, mapping or dataclass."
         )
 
-    def _replay_draws(self, function: Any, leaves: list[Any], spec: Spec, values: list[Value | None]) -> None:
-        """Take the same random numbers from the glue stream as the owner's call does."""
+    def _replay_draws(self, function: Any, leaves: list[Any], spec: Spec, arrived: list[Value | None]) -> None:
+        """Take the same random numbers from the glue stream as the owner's call does.
+
+        The operands are ones, which are weights and probabilities; their strides decide how generators fill a tensor.
+        """
         dummies = [
-            x if v is None else torch.zeros(v.shape, dtype=v.dtype, device=self.device)
-            for x, v in zip(leaves, values, strict=True)
+            x if v is None else torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=self.device).fill_(1)
+            for x, v in zip(leaves, arrived, strict=True)
         ]
         args, kwargs = unflatten(spec, dummies)
         with torch.no_grad():
