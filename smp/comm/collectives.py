@@ -22,6 +22,7 @@ A tensor that stands for a shape only (meta, or a fake one: a rank works out the
 computes) is not sent; the result has the right shape and no data.
 """
 
+import warnings
 import zlib
 from collections.abc import Sequence
 from functools import lru_cache
@@ -35,6 +36,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from smp import runtime
 from smp.errors import CommError, StepError
 from smp.groups import Group
+
+# The newest torch has new names for these two; the oldest one that is supported does not know them.
+_OLD_NAMES = r".*torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)"
+warnings.filterwarnings("ignore", _OLD_NAMES, FutureWarning)
 
 Op = Literal["sum", "max", "min"]
 _TORCH_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
