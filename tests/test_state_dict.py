@@ -1,10 +1,13 @@
 """Full and partial state dicts of a model cut into stages and parts."""
 
 import copy
+import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import smp
 from smp import model_state
@@ -104,9 +107,10 @@ def test_full_state_dict_works_on_one_replica_alone():
         assert_full(model_state.full_state_dict(model), whole)
 
 
+@pytest.mark.parametrize("launcher", ["mpi", "torchrun"])
 @pytest.mark.parametrize("config", [PIPELINE, GRID])
-@on_ranks(4, config=None)
-def test_local_and_full_state_dicts_load_back(config):
+@on_ranks(4, config=None, launcher=lambda arguments: arguments["launcher"])
+def test_local_and_full_state_dicts_load_back(config, launcher):
     """Loading what was saved must restore every value, from the partial and from the full dict."""
     smp.init(config)
     model, whole = made(seed=1)
@@ -240,3 +244,48 @@ def test_hooks_that_rename_old_keys_run():
     if smp.pp_rank() == 1:
         assert torch.equal(model.module[1].weight, weight)
     assert "1.kernel" in state, "the caller's dict was changed"
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of storages made inside it: now and at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for tensor in tree_leaves(result):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata not in given | self._known:
+                self._known.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+        return result
+
+    def _gone(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.now -= nbytes
+
+
+@on_ranks(4, config=GRID)
+def test_a_rank_that_only_sends_holds_no_more_than_one_tensor_besides_its_own():
+    """Gathering everything before writing runs out of memory where the model just fits."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)])
+    for layer in net:
+        cut(layer.weight, 0)
+    model = HandMade(net, {str(k): 1 for k in range(4, 8)})
+    with LiveBytes() as live:
+        state = model_state.full_state_dict(model, gather_to_rank0=True)
+    largest = 64 * 64 * 4
+    if smp.rank() == 0:
+        assert live.peak <= 8 * largest + 2 * largest, "the writer holds the model, and one tensor with its parts"
+        assert len(state) == 8
+    else:
+        assert live.peak <= largest

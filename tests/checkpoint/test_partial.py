@@ -27,8 +27,9 @@ def names(directory):
     return found
 
 
-@on_ranks(4, config=GRID)
-def test_every_rank_of_the_replica_writes_and_reads_its_part():
+@pytest.mark.parametrize("launcher", ["mpi", "torchrun"])
+@on_ranks(4, config=GRID, launcher=lambda arguments: arguments["launcher"])
+def test_every_rank_of_the_replica_writes_and_reads_its_part(launcher):
     """The names are a contract with scripts that glob them; each rank must get its own values back."""
     with shared_directory() as directory:
         smp.save(mine(), directory / "m.pt", partial=True)
