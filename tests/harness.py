@@ -63,7 +63,6 @@ def on_ranks(
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
         def test(*args: Any, **kwargs: Any) -> None:
-            __tracebackhide__ = True
             size, settings, started_by = (
                 option(kwargs) if callable(option) else option for option in (n, config, launcher)
             )
@@ -189,7 +188,6 @@ class World:
 
     def run(self, job: Job, timeout: float) -> None:
         """Runs a job on all ranks and raises its outcome in pytest's terms."""
-        __tracebackhide__ = True
         start = self.log.stat().st_size
         replies, problem = self._collect(job, timeout)
         failed = [reply for reply in replies if reply.outcome == "failed"]
@@ -347,7 +345,6 @@ def launch(
 
     The test fails too when a process of the job is still alive a few seconds after the launcher has ended.
     """
-    __tracebackhide__ = True
     mark = secrets.token_hex(8)
     environment = test_environment(mark) | (env or {})
     for name in unset:

@@ -113,7 +113,7 @@ def _find(job: Job) -> Any:
 
 
 def _is_clean(patience: float = 1.0) -> bool:
-    """Whether nothing is outstanding; sends need a moment until the receiver has taken them."""
+    """Whether no message is left over; sends need a moment until the receiver has taken them."""
     from smp import runtime
 
     deadline = time.monotonic() + patience
@@ -121,7 +121,7 @@ def _is_clean(patience: float = 1.0) -> bool:
         if time.monotonic() > deadline:
             return False
         time.sleep(0.002)
-    return True
+    return runtime._transport is None or not runtime._transport.unexpected()
 
 
 def _format(error: BaseException) -> str:
