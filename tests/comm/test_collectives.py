@@ -66,6 +66,8 @@ def test_odd_tensors_travel(launcher):
     assert collectives.reduce_scatter(torch.empty(0, 4), group).shape == (0, 4)
     flags = torch.tensor([bool(group.rank), True])
     assert collectives.all_gather(flags, group).tolist() == [False, True, True, True]
+    assert collectives.all_gather(torch.tensor([complex(0, 1)]).conj(), group).tolist() == [complex(0, -1)] * 2
+    assert collectives.all_reduce(torch.ones(2, requires_grad=True), group).tolist() == [2.0, 2.0]
     number = torch.tensor([complex(1, group.rank)])
     assert collectives.broadcast(number, group, 1).tolist() == [complex(1, 1)]
     big = torch.arange(800_000, dtype=torch.float32) + group.rank

@@ -188,6 +188,28 @@ def test_half_precision_modules_follow_their_twins(tp, prescaled):
         assert_trains_like_its_twin(module, given[:1], make_optimizer=sgd, tolerance=4 * 2.0**-8)
 
 
+class Autocast(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = self.inner(x)
+        assert out.dtype == torch.bfloat16
+        return out.float()
+
+
+@both_modes
+@on_tp()
+def test_linear_follows_its_twin_under_autocast(tp, prescaled):
+    """The same dtypes come out, values within the rounding of bf16, as above."""
+    for sizes in [(8, 16), (16, 8)]:
+        module = Autocast(nn.Linear(*sizes))
+        given = batches((4, sizes[0]), torch.float32)
+        assert_trains_like_its_twin(module, given[:1], make_optimizer=sgd, tolerance=4 * 2.0**-8)
+
+
 @pytest.mark.parametrize("prescaled", [False])
 @pytest.mark.parametrize("tp", [2])
 @on_tp()

@@ -186,3 +186,12 @@ def test_wrong_sampler_arguments_are_reported_by_the_first_step(pp):
     with pytest.raises(smp.StepError, match=r"smp.rdp_size\(\)"):
         train(tokens(2, torch.Generator().manual_seed(smp.rank()))["ids"])
     runtime.reset()
+
+
+@MODES
+@on_ranks(2, launcher="torchrun", timeout=120)
+def test_split_transformer_trains_like_one_process_under_torchrun(prescaled):
+    """Over process groups, without MPI."""
+    setup = Setup(tp=2, microbatches=2, dtype=torch.float64, prescaled=prescaled)
+    check(CASE, setup, adam, smp.set_tensor_parallelism)
+    check(TIED, setup, adam, smp.set_tensor_parallelism)
