@@ -6,7 +6,12 @@ The level is INFO unless the environment variable `SMP_LOG_LEVEL` names another 
 import logging
 import os
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+LONG = 5.0  # seconds after which a phase says that it is running
 _LOGGER = logging.getLogger("smp")
 _seen: set[str] = set()
 _rank: int | None = None
@@ -63,3 +68,25 @@ def warn_once(key: str, message: str, *args: object) -> None:
 def forget_warnings() -> None:
     """Makes every `warn_once` speak again (a new configuration starts in the same processes)."""
     _seen.clear()
+
+
+@contextmanager
+def long_phase(name: str, after: float = LONG) -> Iterator[None]:
+    """Says on world rank 0 that a phase is running when it takes longer than `after` seconds, and how long it took.
+
+    A user who sees nothing cannot tell waiting from hanging.
+    """
+    if _rank not in (None, 0):
+        yield
+        return
+    begin = time.monotonic()
+    timer = threading.Timer(after, info_rank0, ("%s: still at it after %.0f s", name, after))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        took = time.monotonic() - begin
+        if took > after:
+            info_rank0("%s: ended after %.1f s", name, took)

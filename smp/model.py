@@ -238,6 +238,7 @@ class DistributedModel(ModelViews):
         self.engine.stages.begin_step()
         self._replace_calls()
 
+    @log.long_phase("partition")
     def _partition(self, call: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
         rt = self._rt
         with torch.no_grad():

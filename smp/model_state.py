@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from smp import runtime
+from smp import log, runtime
 from smp.comm.entry import enter_collective, raise_alike
 from smp.comm.transport import Channel
 from smp.errors import CheckpointError, UsageError
@@ -297,6 +297,7 @@ class _Plan:
     partial: bool
 
 
+@log.long_phase("loading the model's state")
 def _apply(rt: Runtime, model: StatefulModel, pending: PendingState) -> _IncompatibleKeys:
     group = rt.group(CommGroup.MP_GROUP)
     values = OrderedDict(pending.state_dict)

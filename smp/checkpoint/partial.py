@@ -14,7 +14,7 @@ import secrets
 from pathlib import Path
 from typing import IO, Any
 
-from smp import runtime
+from smp import log, runtime
 from smp.checkpoint.files import FileWriter, read_file, read_header
 from smp.checkpoint.layout import (
     Degrees,
@@ -41,6 +41,7 @@ _SAVE_V3_ADVICE = "With v3=True every rank has a part of the state: call smp.sav
 _LOAD_ADVICE = "Call smp.load(partial=True) on all ranks: each reads its own part."
 
 
+@log.long_phase("smp.save")
 def save(
     obj: Any,
     f: str | os.PathLike[str] | IO[bytes],
@@ -72,6 +73,7 @@ def save(
         torch.save(obj, f, **options)
 
 
+@log.long_phase("smp.load")
 def load(
     f: str | os.PathLike[str] | IO[bytes],
     map_location: Any = None,

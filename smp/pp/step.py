@@ -2,13 +2,14 @@
 
 import functools
 import inspect
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 
-from smp import rng, runtime
+from smp import log, rng, runtime
 from smp.errors import StepError
 from smp.nested import flatten, map_leaves
 from smp.pp import stages as stages_mod
@@ -83,6 +84,7 @@ class _StepFunction:
         # Whether every microbatch of the last run had one backward and no forward after it: then a parameter that no
         # unfinished node reaches is done, and its reduction may start while the step still runs.
         self._single_backward = False
+        self._durations: list[float] = []  # of the first three steps, in seconds
 
     def _check_names(self) -> None:
         parameters = self._signature.parameters
@@ -112,7 +114,10 @@ class _StepFunction:
             call = inspect.BoundArguments(self._signature, given)
             return self._function(*call.args, **call.kwargs, **{k: parts[k] for k in extra})
 
+        begin = time.monotonic()
         with rng.preserved_after_draw() as seed, ExitStack() as stack:
+            if not self._durations:
+                stack.enter_context(log.long_phase("the first step"))
             try:
                 if rt.topology.pp_size > 1:
                     outputs = self._run_pipeline(rt, {**arguments, **extra}, count, seed, body, stack)
@@ -125,7 +130,16 @@ class _StepFunction:
         result = merge_outputs(outputs)
         if rt.model is not None:
             rt.model._after_step()
+        self._note_duration(time.monotonic() - begin)
         return result
+
+    def _note_duration(self, seconds: float) -> None:
+        """After the third step, say what the first one cost beyond it."""
+        if len(self._durations) < 3:
+            self._durations.append(seconds)
+            if len(self._durations) == 3:
+                first, _, third = self._durations
+                log.info_rank0("the first step took %.2f s, %.2f s more than the third", first, first - third)
 
     # -- one stage -----------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ def is_tracing() -> bool:
     return _tracing
 
 
+@log.long_phase("trace")
 def execution_order(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str] | None:
     """Names of modules in the order of their first call; None, with a warning, when the model cannot run on fake
     tensors.
