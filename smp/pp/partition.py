@@ -19,6 +19,7 @@ from torch import nn
 
 from smp import log
 from smp.errors import PartitionError
+from smp.tp.registry import used_parameters
 
 _CREATED = "_smp_created_on_stage"  # set by `partition`
 _PINNED = "_smp_pinned_to_stage"  # set by `set_partition`
@@ -243,7 +244,7 @@ def _join_shared(root: nn.Module, placed: dict[str, int], auto: bool) -> None:
     """Modules that share a parameter live on one stage: where one is pinned, else where the first was placed."""
     sharing: dict[int, list[str]] = {}
     for name, module in root.named_modules(remove_duplicate=False):
-        for parameter in module.parameters(recurse=False):
+        for parameter in [*module.parameters(recurse=False), *used_parameters(module)]:
             sharing.setdefault(id(parameter), []).append(name)
     groups: dict[str, set[str]] = {}
     for names in sharing.values():

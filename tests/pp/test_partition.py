@@ -140,6 +140,16 @@ def test_modules_that_share_a_parameter_live_together():
     assert got.modules["head"] == got.modules["embedding"] == 1
 
 
+def test_a_module_lives_where_the_parameter_is_that_it_was_registered_for():
+    """`smp.register_parameter`: a use that the module tree does not show."""
+    tree = Tree(embedding=nn.Embedding(5, 4), a=linear(20), head=linear(20), bare=nn.Tanh())
+    smp.register_parameter(tree.head, tree.embedding.weight)
+    smp.register_parameter(tree.bare, tree.embedding.weight)
+    got = assign(tree, 2, True, 0, None)
+    assert got.modules["head"] == got.modules["embedding"] == 0
+    assert got.modules["bare"] in (None, 0)
+
+
 def test_sharing_is_transitive():
     """a-b and b-c share: all three are one group, in whatever order they are found."""
     tree = Tree(a=nn.ParameterList([]), b=nn.ParameterList([]), c=nn.ParameterList([]), d=linear(9))
