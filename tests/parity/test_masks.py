@@ -107,7 +107,6 @@ class MakesOpaque(nn.Module):
         return self.second(hidden, mask=Opaque(hidden.sigmoid())).sum()
 
 
-@pytest.mark.xfail(reason="the line is named, the argument and its type are not yet", strict=True)
 @on_ranks(2, config={"pipeline_parallel_degree": 2, "auto_partition": False, "default_partition": 0})
 def test_an_object_with_a_hidden_tensor_is_refused_by_name():
     """Its tensor lies on one stage and cannot be found to be sent: the user must hear which argument that is."""
