@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import smp
 from tests.harness import on_ranks
-from tests.parity.compare import Setup, check
+from tests.parity.compare import Setup, assert_close, build, check, job_batch, rows_of
+from tests.parity.test_tensor_parallel import split_everything, split_some
 from tests.parity.zoo import Case
 
 transformers = pytest.importorskip("transformers")
@@ -94,3 +96,60 @@ def test_transformers_models_train_on_four_stages(name):
     check(MODELS[name], Setup(pp=4, microbatches=2))
     check(MODELS[name], Setup(pp=4, microbatches=5, auto=True))
     check(MODELS[name], Setup(pp=2, microbatches=2, auto=True))
+
+
+@pytest.mark.parametrize("auto", [False, True], ids=["placed", "auto"])
+@pytest.mark.parametrize("name", MODELS)
+@on_ranks(3, config=None)
+def test_steps_as_trainers_write_them(name, auto):
+    """A dict of tensors in, `loss /= n` in place, a `ModelOutput` of an evaluation step out, scores put together."""
+    case = MODELS[name]
+    smp.init(Setup(pp=3, microbatches=2, auto=auto).smp_config())
+    module, plain = build(case, torch.float32), build(case, torch.float32)
+    for path, stage in [] if auto else case.stages(3).items():
+        smp.set_partition(module.get_submodule(path), stage)
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1))
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+
+    @smp.step()
+    def train(model: Any, inputs: Any, accumulation: int) -> Tensor:
+        loss = model(**inputs)["loss"]
+        loss /= accumulation
+        model.backward(loss)
+        return loss
+
+    @smp.step()
+    def evaluate(model: Any, inputs: Any) -> Any:
+        return model(**inputs)
+
+    for number in range(2):
+        inputs = transformers.BatchEncoding(job_batch(case, 4, number, torch.float32))
+        model.train()
+        loss = train(model, inputs, 2).reduce_mean().detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        want = torch.zeros(())
+        for part in (rows_of(dict(inputs), 0, 2), rows_of(dict(inputs), 2, 4)):
+            plain_loss = plain(**part).loss / 2
+            (plain_loss / 2).backward()
+            want += plain_loss.detach() / 2
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+        assert_close(loss, want, 1e-5, "loss")
+
+        model.eval()
+        with torch.no_grad():
+            output = evaluate(model, inputs)
+            scores = plain(**inputs).logits
+        assert isinstance(output, transformers.utils.ModelOutput)
+        assert_close(output.logits.concat(), scores, 1e-5, "scores")
+        assert output["loss"].stack().shape == (2,)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "t5"])
+@on_ranks(4)
+def test_linears_of_transformers_models_are_split_within_stages(name):
+    """Each distributed module computes what its twin does, so any model may be split module by module."""
+    check(MODELS[name], Setup(pp=2, tp=2, microbatches=2, steps=1), prepare=split_everything)
+    check(MODELS[name], Setup(pp=2, tp=2, microbatches=2, steps=1, auto=True, prescaled=True), prepare=split_some)
