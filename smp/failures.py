@@ -79,6 +79,7 @@ class Monitor:
         self.timeout = timeout_seconds()
         self.report_after = seconds_from_environment("SMP_REPORT_AFTER", DEFAULT_REPORT_AFTER)
         self.progress: Callable[[], bool] = lambda: False  # pushes outstanding sends; True while there are some
+        self.advance: Callable[[], None] = lambda: None  # lets posted receives advance while something else is awaited
         self._store = world.side_store
         self._waits: dict[int, list[Wait]] = {}  # by thread
         self._serials = itertools.count(1)
@@ -93,7 +94,7 @@ class Monitor:
         self._left = False
         self._reported = False
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
 
     # Waiting
 
@@ -118,6 +119,7 @@ class Monitor:
             while not test():
                 took = time.perf_counter() - before
                 fastest = min(fastest, took)
+                self.advance()
                 self._check(wait)
                 if took > 3 * fastest + BUSY:  # it moved a part of a large message; the next part follows
                     pause = FIRST_SLEEP
@@ -183,7 +185,7 @@ class Monitor:
         states = self.states(others)
         missing = [rank for rank in others if states[rank].get("call") != wait.call]
         if not missing:
-            return f"all of ranks {_list(others)} are in it"
+            return f"{wait.call} waits for rank {_list(others)}, and all of them are in it"
         return "; ".join(f"rank {rank} is missing in {wait.call}, {_seen(states[rank])}" for rank in missing)
 
     def _speaks_for(self, wait: Wait) -> bool:
@@ -199,8 +201,8 @@ class Monitor:
             return
         self.install_hooks()
         atexit.register(self._at_exit)
-        self._thread = threading.Thread(target=self._run, name="smp-monitor", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="smp-monitor", daemon=True)
+        self.thread.start()
 
     def install_hooks(self) -> None:
         """Makes uncaught exceptions ours. Again after torch.distributed has started, which wraps sys.excepthook."""
@@ -235,6 +237,7 @@ class Monitor:
             self._events = events
         self._publish()
         self.progress()
+        self.advance()  # a rank that is inside torch for long still takes what others wait to hand over
         for waits in list(self._waits.values()):
             for wait in list(waits):
                 self._look_at(wait)
@@ -339,7 +342,9 @@ class Monitor:
         self.abort()
 
     def _on_thread_uncaught(self, args: threading.ExceptHookArgs) -> None:
-        if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
+        if self._left:  # the interpreter is being torn down, and daemon threads with it
+            threading.__excepthook__(args)
+        elif args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
             self.report_failure(args.exc_value)
             self.abort()
 
@@ -369,8 +374,8 @@ class Monitor:
             if self._failure is not None:
                 self.abort()
             self._stop.set()
-            if self._thread is not None:
-                self._thread.join(ABORT_GRACE)
+            if self.thread is not None:
+                self.thread.join(ABORT_GRACE)
             self._close()
         except Exception as error:
             self.report_failure(error)

@@ -149,7 +149,7 @@ def _build(config: Config, world: World, monitor: Monitor) -> Runtime:
     monitor.install_hooks()
     if _transport is None:
         _transport = MpiTransport(world, monitor) if world.mpi is not None else GlooTransport(world, monitor)
-        monitor.progress = _transport.progress
+        monitor.progress, monitor.advance = _transport.progress, _transport.advance
     topology = Topology.from_config(config, world.size)
     groups = make_groups(topology, world.rank, timeout)
     _transport.prepare(list(groups.values()))

@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
@@ -194,7 +195,8 @@ class World:
         skipped = [reply for reply in replies if reply.outcome == "skipped"]
         if problem is None and not failed:
             if not all(reply.clean for reply in replies):
-                self.close()  # the messages left over could meet the next test
+                warnings.warn(f"{job.name} leaves messages behind; its world is started anew", stacklevel=2)
+                self.close()  # the messages could meet the next test
             if len(skipped) == self.n:
                 pytest.skip(skipped[0].text)
             if not skipped:

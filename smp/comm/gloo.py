@@ -123,7 +123,7 @@ class GlooTransport(Transport):
         super().__init__(world, monitor)
         self._threads = _Threads()
         self._lock = threading.Lock()
-        self._outstanding = 0
+        self._sending = self._receiving = 0
         self._arriving: dict[_Key, deque[Callable[[], None]]] = {}
         self._loopback = Loopback()
         self._groups: dict[Channel, Any] = {}
@@ -152,7 +152,7 @@ class GlooTransport(Transport):
             works = [group.send([head], dest, tag)]
             if payload.numel():
                 works.append(group.send([payload], dest, tag))
-            self._outstanding += 1
+            self._sending += 1
 
         def finish() -> None:
             try:
@@ -163,14 +163,11 @@ class GlooTransport(Transport):
                 request.error = error
             finally:
                 _ = head, payload  # alive until here
-                self._finished()
+                with self._lock:
+                    self._sending -= 1
 
         self._threads.run(finish)
         return request
-
-    def _finished(self) -> None:
-        with self._lock:
-            self._outstanding -= 1
 
     # Receiving
 
@@ -211,11 +208,10 @@ class GlooTransport(Transport):
                 request.error = error
             finally:
                 self._next(key)
-                self._finished()
 
         key = (source, tag, channel)
         with self._lock:
-            self._outstanding += 1
+            self._receiving += 1
             waiting = self._arriving.get(key)
             if waiting is not None:  # one at a time per key, or bytes could go to another header
                 waiting.append(work)
@@ -225,6 +221,7 @@ class GlooTransport(Transport):
 
     def _next(self, key: _Key) -> None:
         with self._lock:
+            self._receiving -= 1
             waiting = self._arriving[key]
             if not waiting:
                 del self._arriving[key]
@@ -273,10 +270,10 @@ class GlooTransport(Transport):
         return [data if rank == self.rank else requests[rank].data.numpy() for rank in group.ranks]
 
     def progress(self) -> bool:
-        return self._outstanding > 0
+        return self._sending > 0
 
     def idle(self) -> bool:
-        return self._outstanding == 0
+        return self._sending == self._receiving == 0
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Messages over MPI: nonblocking requests that are polled, so that every wait has a deadline."""
 
 import threading
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +25,8 @@ from smp.comm.transport import (
 from smp.errors import CommError
 from smp.failures import Monitor
 from smp.groups import Group
+
+PART = 2**30  # bytes; MPI's counts end at 2**31 - 1
 
 
 class _Send(Request):
@@ -63,14 +65,17 @@ class _Receive(Request):
         HEADER --head of the queue, header here--> BYTES --all here--> DONE
     """
 
-    def __init__(self, buffer: Tensor, expected: Expected, mpi: Any, payloads: Any, queue: "deque[_Receive]") -> None:
+    def __init__(self, transport: "MpiTransport", buffer: Tensor, expected: Expected, channel: Channel) -> None:
         self._buffer, self._memory = buffer, receivable(buffer)
         self._expected = expected
-        self._mpi, self._payloads = mpi, payloads
-        self._queue = queue
-        self.header = bytearray(HEADER_BYTES)
-        self.header_request: Any = None
-        self._payload_request: Any = None
+        self._transport = transport
+        headers, self._payloads, _ = transport.comms[channel]
+        self._key = (expected.source, expected.tag, channel)
+        self._header = bytearray(HEADER_BYTES)
+        self.header_request = headers.Irecv(self._header, expected.source, expected.tag)
+        transport.waiting.setdefault(self._key, deque()).append(self)
+        self._parts: list[Any] = []
+        self._bytes_may_come = False
         self._present = False
         self._error: CommError | None = None
         self._done = False
@@ -78,10 +83,15 @@ class _Receive(Request):
     def test(self) -> bool:
         if self._done:
             return True
-        if self._payload_request is None and not self._let_bytes_come():
-            return False
-        if not self._payload_request.Test():
-            return False
+        if not self._bytes_may_come:
+            self._transport.take_headers(self._key)
+            if not self._bytes_may_come:
+                return False
+        while self._parts:
+            if not self._parts[-1].Test():
+                return False
+            self._parts.pop()
+        self._transport.arriving.discard(self)
         if self._error is not None:
             raise self._error
         self._done = True
@@ -90,36 +100,37 @@ class _Receive(Request):
                 self._buffer.copy_(self._memory)
         return True
 
-    def _let_bytes_come(self) -> bool:
-        """Works off the queue as far as headers have come; whether this receive is among them."""
-        while self._payload_request is None:
-            head = self._queue[0]
-            if not head.header_request.Test():
-                return False
-            head._accept_header()
-            self._queue.popleft()
-        return True
-
-    def _accept_header(self) -> None:
+    def accept_header(self) -> None:
+        """The header has come: say where its bytes shall go."""
         try:
-            self._present = self._expected.check(self.header)
+            self._present = self._expected.check(self._header)
             memory = self._memory if self._present else torch.empty(0)
         except CommError as error:
             self._error = error
-            memory = torch.empty(payload_size(self.header), dtype=torch.uint8)  # so that the sender is done with it
+            memory = torch.empty(payload_size(self._header), dtype=torch.uint8)  # so that the sender is done with it
         self._memory = memory
-        self._payload_request = self._payloads.Irecv(
-            memory_of(self._mpi, memory), self._expected.source, self._expected.tag
-        )
+        source, tag = self._expected.source, self._expected.tag
+        self._parts = [self._payloads.Irecv(part, source, tag) for part in memory_of(self._transport.mpi, memory)]
+        self._bytes_may_come = True
+        self._transport.arriving.add(self)
 
     def value(self) -> Tensor | None:
         assert self._done, "value() of a receive that is not complete"
         return self._buffer if self._present else None
 
 
-def memory_of(mpi: Any, tensor: Tensor) -> Any:
-    """The bytes of a contiguous host tensor as mpi4py takes them."""
-    return [mpi.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size()), mpi.BYTE]
+def memory_of(mpi: Any, tensor: Tensor) -> list[Any]:
+    """The bytes of a contiguous host tensor as mpi4py takes them, in parts that MPI can count. At least one part."""
+    address, nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+    if nbytes <= PART:
+        return [[mpi.buffer.fromaddress(address, nbytes), mpi.BYTE]]
+    return [
+        [mpi.buffer.fromaddress(address + start, min(PART, nbytes - start)), mpi.BYTE]
+        for start in range(0, nbytes, PART)
+    ]
+
+
+_Key = tuple[int, int, Channel]  # source, tag, channel
 
 
 class MpiTransport(Transport):
@@ -127,23 +138,24 @@ class MpiTransport(Transport):
 
     def __init__(self, world: World, monitor: Monitor) -> None:
         super().__init__(world, monitor)
-        self._mpi = world.mpi
-        everyone = self._mpi.COMM_WORLD
-        self._any_thread = self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE  # the user may have initialised MPI
-        self._comms = {channel: tuple(everyone.Dup() for _ in range(3)) for channel in Channel}
+        self.mpi = world.mpi
+        everyone = self.mpi.COMM_WORLD
+        self._any_thread = self.mpi.Query_thread() == self.mpi.THREAD_MULTIPLE  # the user may have initialised MPI
+        self.comms = {channel: tuple(everyone.Dup() for _ in range(3)) for channel in Channel}
         self._group_comms: dict[tuple[int, ...], tuple[Any, Any]] = {}
         self._sends: list[_Send] = []
-        self._receives: defaultdict[tuple[int, int, Channel], deque[_Receive]] = defaultdict(deque)
+        # Receives live here until they are complete, whoever drops them: first those whose header has not come.
+        self.waiting: dict[_Key, deque[_Receive]] = {}
+        self.arriving: set[_Receive] = set()
         self._lock = threading.Lock()
+        self._headers_lock = threading.Lock()
 
     def _isend(self, tensor: Tensor | None, dest: int, tag: int, channel: Channel) -> Request:
-        headers, payloads, _ = self._comms[channel]
+        headers, payloads, _ = self.comms[channel]
         header = encode_header(tensor)
         memory = sendable(tensor) if tensor is not None else torch.empty(0)
-        requests = [
-            payloads.Isend(memory_of(self._mpi, memory), dest, tag),
-            headers.Isend(header, dest, tag),
-        ]
+        requests = [payloads.Isend(part, dest, tag) for part in memory_of(self.mpi, memory)]
+        requests.append(headers.Isend(header, dest, tag))
         return self._keep(_Send(requests, (header, memory), self._lock))
 
     def _keep(self, send: _Send) -> _Send:
@@ -154,20 +166,38 @@ class MpiTransport(Transport):
         return send
 
     def _irecv(self, buffer: Tensor, source: int, tag: int, channel: Channel, optional: bool) -> Request:
-        headers, payloads, _ = self._comms[channel]
-        queue = self._receives[source, tag, channel]
-        receive = _Receive(buffer, Expected(buffer, source, tag, optional), self._mpi, payloads, queue)
-        receive.header_request = headers.Irecv(receive.header, source, tag)
-        queue.append(receive)
-        return receive
+        return _Receive(self, buffer, Expected(buffer, source, tag, optional), channel)
+
+    def take_headers(self, *keys: _Key) -> None:
+        """Works off the queues of those receives as far as headers have come."""
+        with self._headers_lock:
+            for key in keys:
+                queue = self.waiting.get(key)
+                while queue and queue[0].header_request.Test():
+                    queue.popleft().accept_header()
+                    if not queue:
+                        del self.waiting[key]
+
+    def advance(self) -> None:
+        if self.waiting and self._may_call():
+            self.take_headers(*self.waiting)
 
     def _send_bytes(self, data: bytes, dest: int, tag: int, channel: Channel) -> None:
-        comm = self._comms[channel][2]
-        self._keep(_Send([comm.Isend([data, self._mpi.BYTE], dest, tag)], (data,), self._lock))
+        """In parts; the first one that is shorter than PART is the last."""
+        comm, view = self.comms[channel][2], memoryview(data)
+        parts = [view[start : start + PART] for start in range(0, len(data) + 1, PART)]
+        self._keep(_Send([comm.Isend([part, self.mpi.BYTE], dest, tag) for part in parts], (data,), self._lock))
 
     def _recv_bytes(self, source: int, tag: int, channel: Channel, call: str) -> Any:
-        comm = self._comms[channel][2]
-        status = self._mpi.Status()
+        data = part = self._recv_part(source, tag, channel, call)
+        while len(part) == PART:
+            part = self._recv_part(source, tag, channel, call)
+            data += part
+        return data
+
+    def _recv_part(self, source: int, tag: int, channel: Channel, call: str) -> bytearray:
+        comm = self.comms[channel][2]
+        status = self.mpi.Status()
         found: list[Any] = []
 
         def arrived() -> bool:
@@ -177,13 +207,13 @@ class MpiTransport(Transport):
             return message is not None
 
         self.monitor.wait(arrived, call, [source])
-        data = bytearray(status.Get_count(self._mpi.BYTE))
-        request = found[0].Irecv([data, self._mpi.BYTE])
+        data = bytearray(status.Get_count(self.mpi.BYTE))
+        request = found[0].Irecv([data, self.mpi.BYTE])
         self.monitor.wait(request.Test, call, [source])
         return data
 
     def prepare(self, groups: Sequence[Group]) -> None:
-        everyone = self._mpi.COMM_WORLD
+        everyone = self.mpi.COMM_WORLD
         for group in groups:
             if group.ranks not in self._group_comms:
                 members = everyone.Get_group().Incl(list(group.ranks))
@@ -209,8 +239,8 @@ class MpiTransport(Transport):
         if sum(sizes) >= 2**31:
             raise CommError(f"{call}: the objects take {sum(sizes)} bytes together; more than 2 GiB cannot be gathered")
         everything = bytearray(sum(sizes))
-        receive = [everything, sizes, _offsets(sizes), self._mpi.BYTE]
-        self._finish(comm.Iallgatherv([data, self._mpi.BYTE], receive), call, group.ranks)
+        receive = [everything, sizes, _offsets(sizes), self.mpi.BYTE]
+        self._finish(comm.Iallgatherv([data, self.mpi.BYTE], receive), call, group.ranks)
         view = memoryview(everything)
         return [unpack(view[start : start + n], self.world.device) for start, n in zip(_offsets(sizes), sizes)]
 
@@ -222,19 +252,23 @@ class MpiTransport(Transport):
     def _finish(self, request: Any, call: str, ranks: Sequence[int]) -> None:
         self.monitor.wait(request.Test, call, ranks)
 
+    def _may_call(self) -> bool:
+        """The monitor's thread may use MPI only where it was initialised for several threads at a time."""
+        return self._any_thread or threading.current_thread() is not self.monitor.thread
+
     def progress(self) -> bool:
-        if not self._sends or not (self._any_thread or threading.current_thread() is threading.main_thread()):
+        if not self._sends or not self._may_call():
             return bool(self._sends)
         with self._lock:
             self._sends = [send for send in self._sends if not send.advance()]
             return bool(self._sends)
 
     def idle(self) -> bool:
-        return not (self.progress() or any(self._receives.values()))
+        return not (self.progress() or self.arriving or self.waiting)
 
     def unexpected(self) -> bool:
-        anyone, any_tag = self._mpi.ANY_SOURCE, self._mpi.ANY_TAG
-        return any(comm.Iprobe(anyone, any_tag) for comms in self._comms.values() for comm in comms)
+        anyone, any_tag = self.mpi.ANY_SOURCE, self.mpi.ANY_TAG
+        return any(comm.Iprobe(anyone, any_tag) for comms in self.comms.values() for comm in comms)
 
 
 def _offsets(sizes: list[int]) -> list[int]:

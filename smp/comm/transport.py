@@ -154,6 +154,11 @@ class Transport(ABC):
 
     # Bookkeeping
 
+    def advance(self) -> None:
+        """Lets the receives that are posted advance. Every wait calls it again and again, whatever it waits for: two
+        ranks that both wait for their sends would otherwise wait for ever."""
+        return  # nothing, unless the transport overrides this
+
     @abstractmethod
     def progress(self) -> bool:
         """Lets outstanding sends advance; whether there are any."""

@@ -7,6 +7,7 @@ import torch
 
 import smp
 from smp import runtime
+from smp.comm import mpi
 from smp.comm.transport import Channel
 from smp.errors import CommError, UsageError
 from tests.harness import on_ranks
@@ -24,6 +25,11 @@ def on_four(**options: Any) -> Any:
 def on_two(**options: Any) -> Any:
     """on_ranks(2), likewise."""
     return on_ranks(2, config={"ddp": True}, launcher=lambda arguments: arguments["launcher"], **options)
+
+
+def on_two_mpi() -> Any:
+    """on_ranks(2) for what only MPI does."""
+    return on_ranks(2, config={"ddp": True})
 
 
 class Point(NamedTuple):
@@ -256,6 +262,19 @@ def test_receives_may_be_posted_long_before_and_in_any_number(launcher: str) -> 
 
 @BOTH
 @on_two()
+def test_two_ranks_may_wait_for_their_sends_before_they_look_at_their_receives(launcher: str) -> None:
+    """A failure means that two stages that exchange large values deadlock."""
+    transport, other = runtime.get().transport, 1 - smp.rank()
+    buffers = [torch.zeros(300_000) for _ in range(3)]
+    receives = [transport.irecv(buffer, other, 41) for buffer in buffers]
+    for number in range(3):
+        finish(transport.isend(torch.full((300_000,), float(number)), other, 41))
+    finish(*reversed(receives))
+    assert [int(buffer[-1]) for buffer in buffers] == [0, 1, 2]
+
+
+@BOTH
+@on_two()
 def test_a_dropped_send_still_arrives(launcher: str) -> None:
     """A failure means that a send whose request nobody keeps is lost, or reads memory that was freed."""
     transport, other = runtime.get().transport, 1 - smp.rank()
@@ -266,6 +285,24 @@ def test_a_dropped_send_still_arrives(launcher: str) -> None:
         buffer = torch.zeros(400_000)
         finish(transport.irecv(buffer, other, 5))
         assert bool((buffer == number).all())
+
+
+@on_two_mpi()
+def test_messages_beyond_what_mpi_can_count_travel_in_parts() -> None:
+    """A failure means that a tensor of more than 2 GiB cannot be sent. Here parts are a thousand bytes."""
+    transport, other = runtime.get().transport, 1 - smp.rank()
+    mpi.PART, before = 1000, mpi.PART
+    try:
+        for elements in (249, 250, 251, 500, 777):
+            tensor, buffer = torch.randn(elements), torch.zeros(elements)
+            finish(transport.isend(tensor, other, 31), transport.irecv(buffer, other, 31))
+            smp.send(tensor, other)
+            assert same(smp.recv_from(other), buffer)
+        for length in (940, 1000, 2000, 3001):  # pickled: around one part, exactly some, and more
+            smp.send("z" * length, other)
+            assert smp.recv_from(other) == "z" * length
+    finally:
+        mpi.PART = before
 
 
 @BOTH
