@@ -84,7 +84,7 @@ class _StepFunction:
         # Whether every microbatch of the last run had one backward and no forward after it: then a parameter that no
         # unfinished node reaches is done, and its reduction may start while the step still runs.
         self._single_backward = False
-        self._durations: list[float] = []  # of the first three steps, in seconds
+        self._durations: list[float] = []  # of the first three training steps, in seconds
 
     def _check_names(self) -> None:
         parameters = self._signature.parameters
@@ -130,11 +130,12 @@ class _StepFunction:
         result = merge_outputs(outputs)
         if rt.model is not None:
             rt.model._after_step()
-        self._note_duration(time.monotonic() - begin)
+            if rt.model._had_backward:
+                self._note_duration(time.monotonic() - begin)
         return result
 
     def _note_duration(self, seconds: float) -> None:
-        """After the third step, say what the first one cost beyond it."""
+        """After the third training step, say what the first one cost beyond it."""
         if len(self._durations) < 3:
             self._durations.append(seconds)
             if len(self._durations) == 3:
