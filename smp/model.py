@@ -414,6 +414,12 @@ class DistributedModel(ModelViews):
         """For uneven inputs: ranks that run out of batches take part in the others' reductions. Needs `ddp`."""
         if not self._rt.config.ddp:
             raise UsageError("DistributedModel.join needs the configuration 'ddp': True.")
+        if self._rt.tp_size > 1 and enable:
+            raise UsageError(
+                f"DistributedModel.join cannot be used with tensor_parallel_degree {self._rt.tp_size}: the ranks of a "
+                "tensor-parallel group compute every batch together, so none can run out before the others. Give all "
+                "ranks the same number of batches (drop or repeat the last ones)."
+            )
         return self._uneven.join(divide_by_initial_world_size, enable, throw_on_early_termination)
 
     @property

@@ -134,3 +134,14 @@ def test_masks_are_equal_on_a_shared_batch_and_differ_where_batches_do(prescaled
         for rank, mask in by_rank.items():
             shares_batch = rank in smp.get_tp_group() if prescaled else rank == mine
             assert torch.equal(mask, plain) == shares_batch, f"ranks {mine} and {rank}, step {step}"
+
+
+@on_ranks(2, config=config(2, False))
+def test_uneven_inputs_are_refused():
+    """A tp_rank without a batch would leave the others waiting inside a layer."""
+    model = smp.DistributedModel(nn.Linear(SIZE, SIZE))
+    with pytest.raises(smp.UsageError, match="tensor_parallel_degree 2"):
+        with model.join():
+            pass
+    with model.join(enable=False):
+        pass
