@@ -67,7 +67,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
-def build(case: Case, dtype: torch.dtype, seed: int = 0) -> nn.Module:
+def build(case: Case, dtype: torch.dtype | None = None, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return case.build().to(dtype)
 
