@@ -74,7 +74,7 @@ def _function_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     def apply(*args: Any, **kwargs: Any) -> Any:
         return _plain_apply(cls, *args, **kwargs)
 
-    return program.call_callable(cls.__name__, None, apply, (cls, "apply"), args, kwargs)
+    return program.call_callable(cls.__name__, apply, (cls, "apply"), args, kwargs)
 
 
 def _checkpoint_in_step(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -117,7 +117,7 @@ def _checkpoint_function(program: Program, function: Any, run: Any, args: Any, k
         return function(*args, **kwargs)
     # Not the function itself: a closure is a new object on every call.
     key = (getattr(function, "__code__", function), "checkpoint", *map(signature_of, reached))
-    return program.call_callable(_describe(function), None, run, key, args, kwargs)
+    return program.call_callable(_describe(function), run, key, args, kwargs)
 
 
 def _checkpoint_module(program: Program, module: nn.Module, function: Any, run: Any, args: Any, kwargs: Any) -> Any:

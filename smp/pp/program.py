@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 from smp.errors import StepError
-from smp.nested import Spec, flatten, unflatten
+from smp.nested import flatten, unflatten
 from smp.pp import placed as glue
+from smp.pp.call import Call
 from smp.pp.engine import Engine, StepContext
 from smp.pp.placed import GlueMode, Placed, Storage, Value, user_line
 from smp.pp.special import SPECIAL, refuse
-from smp.pp.structure import SameObject, Structure, TensorInfo, agrees, describe, signature_of, value_signature
+from smp.pp.structure import SameObject, Structure, TensorInfo, agrees, describe
 from smp.pp.tape import CallNode, MoveNode, Node, Tape
 
 # Tags of one microbatch: two for each move (there and back) or structure. 2**13 microbatches of 2**15 messages.
@@ -65,15 +66,14 @@ class Program:
         special = SPECIAL.get(func)
         if special is not None:
             return special(self, func, args, kwargs)
-        leaves, spec = flatten((args, kwargs))
-        values = [self._value_of(leaf) for leaf in leaves]
-        if not any(value is not None for value in values):
+        name = getattr(func, "__name__", str(func))
+        call = self._open(func, name, func, args, kwargs, None, is_function=True)
+        if call is None:
             return func(*args, **kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return refuse(self, func, args, kwargs)  # within torch.func: it would not see what runs on plain tensors
-        name = getattr(func, "__name__", str(func))
         seed = self.step.streams.current()
-        result = self._call(func, name, func, leaves, spec, values, None, is_function=True)
+        result = self._call(call)
         if name in _DRAWS_BY_VALUE:
             self.step.streams.leave(seed)
         return result
@@ -86,25 +86,39 @@ class Program:
         `forward` runs it, in a random stream of its own if it may draw. A module without an owner and without placed
         operands runs on every rank.
         """
-        leaves, spec = flatten((args, kwargs))
-        values = [self._value_of(leaf) for leaf in leaves]
-        if owner is None and not any(value is not None for value in values):
+        call = self._open(key, name, forward, args, kwargs, owner, is_function=False)
+        if call is None:
             return forward(*args, **kwargs)
         seed = self.step.streams.current()
-        result = self._call(key, name, forward, leaves, spec, values, owner, is_function=False)
+        result = self._call(call)
         if not key.deterministic:  # the rank that runs it has split its stream here; the others do so now
             self.step.streams.leave(seed)
         return result
 
-    def call_callable(
-        self, name: str, owner: int | None, function: Callable[..., Any], key: Any, args: Any, kwargs: Any
-    ) -> Any:
+    def call_callable(self, name: str, function: Callable[..., Any], key: Any, args: Any, kwargs: Any) -> Any:
         """An opaque piece of code (a checkpointed function, an autograd Function) as one node."""
+        call = self._open(key, name, function, args, kwargs, None, is_function=False)
+        return function(*args, **kwargs) if call is None else self._call(call)
+
+    def _open(
+        self,
+        key: Any,
+        name: str,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        owner: int | None,
+        is_function: bool,
+    ) -> Call | None:
+        """The call taken apart; None when it has neither an owner nor placed operands."""
         leaves, spec = flatten((args, kwargs))
         values = [self._value_of(leaf) for leaf in leaves]
-        if owner is None and not any(value is not None for value in values):
-            return function(*args, **kwargs)
-        return self._call(key, name, function, leaves, spec, values, owner, is_function=False)
+        if owner is None:
+            operands = [value for value in values if value is not None]
+            if not operands:
+                return None
+            owner = max(operands, key=lambda value: (value.numel, value.order)).owner
+        return Call(key, name, function, leaves, spec, values, owner, is_function)
 
     def start(self) -> None:
         """The first thing a program does on its thread."""
@@ -155,85 +169,41 @@ class Program:
 
     # -- one call ------------------------------------------------------------------------------------------------------
 
-    def _call(
-        self,
-        key: Any,
-        name: str,
-        function: Callable[..., Any],
-        leaves: list[Any],
-        spec: Spec,
-        values: list[Value | None],
-        owner: int | None,
-        is_function: bool,
-    ) -> Any:
-        if owner is None:
-            operands = [value for value in values if value is not None]
-            owner = max(operands, key=lambda value: (value.numel, value.order)).owner
-        for index, value in enumerate(values):
-            if value is not None:
-                value.check_fresh()
-            elif hides_placed(leaves[index]):
-                raise self._hidden(name, spec, leaves, index)
-        signature = (
-            key,
-            spec,
-            tuple([signature_of(x) if v is None else value_signature(v) for x, v in zip(leaves, values, strict=True)]),
-            torch.is_grad_enabled(),
-            torch.is_autocast_enabled(self.device.type),
-        )
+    def _call(self, call: Call) -> Any:
+        call.check()
+        signature = call.signature(self.device.type)
         if self.engine.debug is not None:
-            self.engine.debug.compare(self, name, signature)
-        arrived = [None if value is None else self.move(value, owner, name) for value in values]
+            self.engine.debug.compare(self, call.name, signature)
+        call.arrived = [None if value is None else self.move(value, call.owner, call.name) for value in call.values]
         known = self.engine.structures.get(signature)
-        if self.rank == owner:
-            return self._run(signature, known, name, function, leaves, spec, values, arrived, owner, is_function)
+        if self.rank == call.owner:
+            return self._run(call, signature, known)
         if known is None or known.dynamic:
-            known = self._receive_structure(owner, name)
+            known = self._receive_structure(call)
             self.engine.remember(signature, known)
-        if known.draws:
-            self._replay_draws(function, leaves, spec, arrived)
-        return self._finish(key, name, known, None, None, leaves, values, arrived, owner)
+        if known.draws:  # take the same random numbers from the glue stream as the owner does
+            args, kwargs = call.arguments(call.dummies(self.device))
+            with torch.no_grad():
+                self.on_plain_tensors("replay", call.function, args, kwargs)
+        return self._finish(call, known, None, None)
 
-    def _run(
-        self,
-        signature: Any,
-        known: Structure | None,
-        name: str,
-        function: Callable[..., Any],
-        leaves: list[Any],
-        spec: Spec,
-        values: list[Value | None],
-        arrived: list[Value | None],
-        owner: int,
-        is_function: bool,
-    ) -> Any:
-        shielded = known is None or bool(known.written)
-        inputs = [
-            x if v is None else _as_input(v, shielded or v.requires_grad is False)
-            for x, v in zip(leaves, arrived, strict=True)
-        ]
-        versions = [x._version if isinstance(x, torch.Tensor) and not x.is_inference() else 0 for x in inputs]
-        args, kwargs = unflatten(spec, inputs)
-        before = self.step.streams.snapshot() if known is None and is_function else None
-        result = self.on_plain_tensors(name, function, args, kwargs)
-        written = tuple(
-            i
-            for i, x in enumerate(inputs)
-            if isinstance(x, torch.Tensor) and not x.is_inference() and x._version != versions[i]
-        )
-        if known is None or known.dynamic or written != known.written:
-            if known is not None and not known.dynamic:
-                raise self._unstable(name)
-            draws = before is not None and self.step.streams.moved_since(before)
-            draws = draws or (known is not None and known.draws)
-            known, results = describe(result, inputs, written, name if is_function else None, draws)
+    def _run(self, call: Call, signature: Any, known: Structure | None) -> Any:
+        inputs = call.inputs(shielded=known is None or bool(known.written))
+        versions = [_version(x) for x in inputs]
+        args, kwargs = call.arguments(inputs)
+        before = self.step.streams.snapshot() if known is None and call.is_function else None
+        result = self.on_plain_tensors(call.name, call.function, args, kwargs)
+        written = tuple(i for i, x in enumerate(inputs) if _version(x) != versions[i])
+        if known is None or known.dynamic:
+            draws = known.draws if known is not None else before is not None and self.step.streams.moved_since(before)
+            known, results = describe(result, inputs, written, call.name if call.is_function else None, draws)
             self.engine.remember(signature, known)
             self._send_structure(known)
         else:
             results, _ = flatten(result)
-            if not agrees(known, results):
-                raise self._unstable(name)
-        return self._finish(signature[0], name, known, inputs, results, leaves, values, arrived, owner)
+            if written != known.written or not agrees(known, results):
+                raise call.unstable()
+        return self._finish(call, known, inputs, results)
 
     def on_plain_tensors(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         mode_on_top = torch.overrides._get_current_function_mode() is self.mode
@@ -247,57 +217,47 @@ class Program:
             if mode_on_top:
                 self.mode.__enter__()
 
-    def _finish(
-        self,
-        key: Any,
-        name: str,
-        structure: Structure,
-        inputs: list[Any] | None,
-        results: list[Any] | None,
-        leaves: list[Any],
-        values: list[Value | None],
-        arrived: list[Value | None],
-        owner: int,
-    ) -> Any:
-        """Step 4, on every rank: new values, the tape's node, in-place changes, the nested result."""
-        outputs: list[Value] = []
-        real: list[torch.Tensor] = []
+    def _finish(self, call: Call, structure: Structure, inputs: list[Any] | None, results: list[Any] | None) -> Any:
+        """Step 4, on every rank: new values, the tape's node, in-place changes, the nested result.
+
+        `inputs` and `results` are the plain tensors on the owner, None elsewhere.
+        """
+        outputs: list[tuple[Value, torch.Tensor | None]] = []  # those that get gradients
         renewed: dict[int, Value] = {}
         for i, info in zip(structure.written, structure.written_info, strict=True):
-            renewed[i] = self._renew(
-                leaves[i], values[i], arrived[i], info, None if inputs is None else inputs[i], owner
-            )
+            tensor = None if inputs is None else inputs[i]
+            renewed[i] = self._renew(call, i, info, tensor)
             if info.requires_grad and renewed[i].parameter is None:
-                outputs.append(renewed[i])
-                if inputs is not None:
-                    real.append(inputs[i])
+                outputs.append((renewed[i], tensor))
         given: list[Any] = []
         made: dict[int, Value] = {}
         for index, info in enumerate(structure.leaves):
             if isinstance(info, SameObject):
-                given.append(leaves[info.input])
-                continue
-            if not isinstance(info, TensorInfo):
+                given.append(call.leaves[info.input])
+            elif not isinstance(info, TensorInfo):
                 given.append(info if results is None else results[index])
-                continue
-            if info.same_as is not None:
-                given.append(leaves[info.same_as])  # the caller's own object, where it is
-                continue
-            tensor = None if results is None else results[index]
-            value = self._new_value(info, tensor, owner, self._shared_storage(info, arrived, renewed, made))
-            made[index] = value
-            given.append(Placed(value))
-            if info.requires_grad:
-                outputs.append(value)
-                if tensor is not None:
-                    real.append(tensor)
+            elif info.same_as is not None:
+                given.append(call.leaves[info.same_as])  # the caller's own object, where it is
+            else:
+                tensor = None if results is None else results[index]
+                storage = _shared_storage(info, call.arrived, renewed, made)
+                made[index] = self._new_value(info, tensor, call.owner, storage)
+                given.append(Placed(made[index]))
+                if info.requires_grad:
+                    outputs.append((made[index], tensor))
         if outputs:
-            gradient_inputs = [v for v in arrived if v is not None and v.requires_grad]
-            parameters = [v.parameter for v in gradient_inputs if v.parameter is not None]
-            parameters += self.engine.parameters_of(key) if inputs is not None else []
-            self._record(CallNode(name, gradient_inputs, outputs, None if inputs is None else real, parameters))
+            self._record(self._node(call, outputs))
         self.engine.moves.progress()
         return unflatten(structure.spec, given)
+
+    def _node(self, call: Call, outputs: list[tuple[Value, torch.Tensor | None]]) -> CallNode:
+        inputs = [value for value in call.arrived if value is not None and value.requires_grad]
+        parameters = [value.parameter for value in inputs if value.parameter is not None]
+        if self.rank != call.owner:
+            return CallNode(call.name, inputs, [value for value, _ in outputs], None, parameters)
+        parameters += self.engine.parameters_of(call.key)
+        real = [tensor for _, tensor in outputs if tensor is not None]
+        return CallNode(call.name, inputs, [value for value, _ in outputs], real, parameters)
 
     def _new_value(self, info: TensorInfo, tensor: torch.Tensor | None, owner: int, storage: Storage | None) -> Value:
         local = None
@@ -307,26 +267,27 @@ class Program:
                 local.requires_grad_()
         return Value(owner, self, info.shape, info.stride, info.dtype, info.requires_grad, local, storage)
 
-    def _renew(
-        self, leaf: Any, value: Value | None, arrived: Value | None, info: TensorInfo, written: Any, owner: int
-    ) -> Value:
+    def _renew(self, call: Call, index: int, info: TensorInfo, written: torch.Tensor | None) -> Value:
         """The value of an input after it was changed in place."""
+        leaf, value = call.leaves[index], call.values[index]
         if value is None:
-            return self._adopt(leaf, info, owner)
+            return self._adopt(leaf, info, call.owner)
+        arrived = call.arrived[index]
         assert arrived is not None
         if tuple(info.shape) != value.shape:
             raise StepError(f"{user_line()} changes the shape of a tensor in place, which cannot work across stages.")
         if value.parameter is not None:
             if arrived is not value:
                 raise StepError(
-                    f"{user_line()} changes a parameter or buffer of stage {value.owner} in place on stage {owner}. "
+                    f"{user_line()} changes a parameter or buffer of stage {value.owner} in place on stage "
+                    f"{call.owner}. "
                     "Do it in a module of its own stage."
                 )
             return value
         for storage in {value.storage, arrived.storage}:
             storage.version += 1
             storage.writer = user_line()
-        new = self._new_value(info, written, owner, arrived.storage)
+        new = self._new_value(info, written, call.owner, arrived.storage)
         if type(leaf) is Placed:
             leaf.value = new
         else:
@@ -344,54 +305,11 @@ class Program:
         self._known[id(leaf)] = (leaf, value)
         return value
 
-    @staticmethod
-    def _shared_storage(
-        info: TensorInfo, arrived: list[Value | None], renewed: dict[int, Value], made: dict[int, Value]
-    ) -> Storage | None:
-        if info.shares is None:
-            return None
-        kind, index = info.shares
-        if kind == "out":
-            return made[index].storage if index in made else None
-        source = renewed.get(index) or arrived[index]
-        return None if source is None else source.storage
-
     def _record(self, node: Node) -> None:
         if self.num_backwards:
             self.called_after_backward = True
         self.step.reach.add(node)
         self.tape.add(node)
-
-    def _unstable(self, name: str) -> StepError:
-        return StepError(
-            f"'{name}' gave a result of another structure than before for arguments of the same shapes: the shape, "
-            "dtype or gradient of what it returns depends on data. Let the module return tensors of a fixed shape, "
-            "or place the code that produces and uses the varying tensor on one stage (smp.set_partition)."
-        )
-
-    @staticmethod
-    def _hidden(name: str, spec: Spec, leaves: list[Any], index: int) -> StepError:
-        args, kwargs = unflatten(spec, list(range(len(leaves))))
-        named = {**{str(position): arg for position, arg in enumerate(args)}, **kwargs}
-        argument = next(label for label, arg in named.items() if index in flatten(arg)[0])
-        return StepError(
-            f"argument '{argument}' of '{name}' at {user_line()} is a {type(leaves[index]).__qualname__} that holds a "
-            "tensor of another call in an attribute; such a tensor cannot be moved between stages. Pass tensors "
-            "themselves, or in a list, tuple, dict, mapping or dataclass."
-        )
-
-    def _replay_draws(self, function: Any, leaves: list[Any], spec: Spec, arrived: list[Value | None]) -> None:
-        """Take the same random numbers from the glue stream as the owner's call does.
-
-        The operands are ones, which are weights and probabilities; their strides decide how generators fill a tensor.
-        """
-        dummies = [
-            x if v is None else torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=self.device).fill_(1)
-            for x, v in zip(leaves, arrived, strict=True)
-        ]
-        args, kwargs = unflatten(spec, dummies)
-        with torch.no_grad():
-            self.on_plain_tensors("replay", function, args, kwargs)
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
@@ -409,8 +327,9 @@ class Program:
             if stage != self.rank:
                 self.step.send_object(structure, stage, tag)
 
-    def _receive_structure(self, owner: int, name: str) -> Structure:
-        structure: Structure = self.step.receive_object(owner, self._tag(), f"the result's structure of '{name}'")
+    def _receive_structure(self, call: Call) -> Structure:
+        what = f"the result's structure of '{call.name}'"
+        structure: Structure = self.step.receive_object(call.owner, self._tag(), what)
         return structure
 
     def move(self, value: Value, stage: int, reader: str = "") -> Value:
@@ -481,40 +400,26 @@ class Program:
         return self.step.receive_gradient(node.source.shape, node.source.dtype, node.copy.owner, node.tag + 1)
 
 
-def _as_input(value: Value, shielded: bool) -> torch.Tensor:
-    """The tensor a call is given. Behind an identity where the call may write to it: a leaf could not be written to."""
-    assert value.local is not None
-    if value.parameter is not None:
-        return value.local
-    if not shielded or not torch.is_grad_enabled() or not value.requires_grad:
-        return value.local if not value.requires_grad or torch.is_grad_enabled() else value.local.detach()
-    return _Identity.apply(value.local)
-
-
-class _Identity(torch.autograd.Function):
-    """Shares memory and version counter with its input; neither a leaf nor a view."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.set_materialize_grads(False)  # no gradient is not a gradient of zero
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
-
-
-def hides_placed(leaf: Any) -> bool:
-    """Whether an object that is no container holds a placed tensor in an attribute."""
-    attributes = getattr(leaf, "__dict__", None)
-    if not attributes or isinstance(leaf, torch.Tensor | nn.Module | type):
-        return False
-    return any(type(x) is Placed for x in attributes.values())
-
-
 def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     stride, count = [], 1
     for length in reversed(shape):
         stride.append(count)
         count *= max(length, 1)
     return tuple(reversed(stride))
+
+
+def _shared_storage(
+    info: TensorInfo, arrived: list[Value | None], renewed: dict[int, Value], made: dict[int, Value]
+) -> Storage | None:
+    if info.shares is None:
+        return None
+    kind, index = info.shares
+    if kind == "out":
+        return made[index].storage if index in made else None
+    source = renewed.get(index) or arrived[index]
+    return None if source is None else source.storage
+
+
+def _version(leaf: Any) -> int:
+    """Counts in-place changes of a tensor; 0 for anything that cannot be asked."""
+    return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else 0

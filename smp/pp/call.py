@@ -1,0 +1,116 @@
+"""One call of glue code, taken apart: its operands, where it runs, and what its result depends on."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp.errors import StepError
+from smp.nested import Spec, flatten, unflatten
+from smp.pp.placed import Placed, Value, user_line
+from smp.pp.structure import signature_of, value_signature
+
+
+@dataclass(slots=True)
+class Call:
+    """`leaves` and `spec` are the flattened (args, kwargs); `values[i]` is the value of a placed leaf, else None.
+
+    `key` says what is called, in signatures; `arrived` are the operands' values on the owner, once they are moved.
+    """
+
+    key: Any
+    name: str
+    function: Callable[..., Any]
+    leaves: list[Any]
+    spec: Spec
+    values: list[Value | None]
+    owner: int
+    is_function: bool  # of torch, called by glue code; otherwise a module or other opaque code
+    arrived: list[Value | None] = field(default_factory=list)
+
+    def check(self) -> None:
+        """Raises `StepError` for an operand that is out of date, or hidden in an object that cannot be moved."""
+        for index, value in enumerate(self.values):
+            if value is not None:
+                value.check_fresh()
+            elif _hides_placed(self.leaves[index]):
+                raise self._hidden(index)
+
+    def signature(self, device_type: str) -> Any:
+        """Everything that the structure of the result may depend on; hashable."""
+        operands = [
+            signature_of(leaf) if value is None else value_signature(value)
+            for leaf, value in zip(self.leaves, self.values, strict=True)
+        ]
+        modes = (torch.is_grad_enabled(), torch.is_autocast_enabled(device_type))
+        return (self.key, self.spec, tuple(operands), *modes)
+
+    def arguments(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) with other leaves."""
+        args, kwargs = unflatten(self.spec, leaves)
+        return args, kwargs
+
+    def inputs(self, shielded: bool) -> list[Any]:
+        """On the owner: the leaves as plain tensors; behind an identity where the call may write to them."""
+        return [
+            leaf if value is None else _as_input(value, shielded)
+            for leaf, value in zip(self.leaves, self.arrived, strict=True)
+        ]
+
+    def dummies(self, device: torch.device) -> list[Any]:
+        """Elsewhere: stand-ins of the operands' shapes. They are ones, which are valid weights and probabilities; their
+        strides decide how generators fill a tensor."""
+        return [
+            leaf if v is None else torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=device).fill_(1)
+            for leaf, v in zip(self.leaves, self.arrived, strict=True)
+        ]
+
+    def unstable(self) -> StepError:
+        return StepError(
+            f"'{self.name}' gave a result of another structure than before for arguments of the same shapes: the "
+            "shape, dtype or gradient of what it returns depends on data. Let the module return tensors of a fixed "
+            "shape, or place the code that produces and uses the varying tensor on one stage (smp.set_partition)."
+        )
+
+    def _hidden(self, index: int) -> StepError:
+        args, kwargs = self.arguments(list(range(len(self.leaves))))
+        named = {**{str(position): arg for position, arg in enumerate(args)}, **kwargs}
+        argument = next(label for label, arg in named.items() if index in flatten(arg)[0])
+        return StepError(
+            f"argument '{argument}' of '{self.name}' at {user_line()} is a {type(self.leaves[index]).__qualname__} "
+            "that holds a tensor of another call in an attribute; such a tensor cannot be moved between stages. Pass "
+            "tensors themselves, or in a list, tuple, dict, mapping or dataclass."
+        )
+
+
+def _hides_placed(leaf: Any) -> bool:
+    """Whether an object that is no container holds a placed tensor in an attribute."""
+    attributes = getattr(leaf, "__dict__", None)
+    if not attributes or isinstance(leaf, torch.Tensor | nn.Module | type):
+        return False
+    return any(type(x) is Placed for x in attributes.values())
+
+
+def _as_input(value: Value, shielded: bool) -> torch.Tensor:
+    """The tensor a call is given. Behind an identity where the call may write to it: a leaf could not be written to."""
+    assert value.local is not None
+    if value.parameter is not None:
+        return value.local
+    if not shielded or not torch.is_grad_enabled() or not value.requires_grad:
+        return value.local if not value.requires_grad or torch.is_grad_enabled() else value.local.detach()
+    return _Identity.apply(value.local)
+
+
+class _Identity(torch.autograd.Function):
+    """Shares memory and version counter with its input; neither a leaf nor a view."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)  # no gradient is not a gradient of zero
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
