@@ -38,7 +38,9 @@ DEADLOCK_AFTER = 20.0  # seconds after which a wait looks whether it is part of 
 DEADLOCK_STABLE = 5.0  # seconds for which a deadlock has to stay unchanged to be believed
 SPIN = 40  # tests in a row before the first sleep
 FIRST_SLEEP, LONGEST_SLEEP = 20e-6, 1e-3
-BUSY = 3e-6  # seconds by which a test that moves data is slower than one that finds nothing to do
+# Large messages travel in parts, each when both sides test. So a wait tests for a moment between two sleeps, and longer
+# while parts are coming: a test that moves one is slower, by BUSY seconds and more, than one that finds nothing.
+WARM, HOT, BUSY = 30e-6, 200e-6, 3e-6
 EXIT_GRACE = 1.5  # seconds for messages of a rank that has left to arrive
 ABORT_GRACE = 5.0  # seconds in which the rank that failed first should end the job for all
 
@@ -91,6 +93,8 @@ class Monitor:
         self._exited: dict[int, float] = {}  # rank -> when this rank learned of it
         self._published: str | None = None
         self._published_at = 0.0
+        self._unraisable_before = sys.unraisablehook
+        self._sending = False
         self._left = False
         self._reported = False
         self._stop = threading.Event()
@@ -115,18 +119,21 @@ class Monitor:
         wait = self._enter(Wait(call, ranks))
         try:
             pause, fastest = FIRST_SLEEP, 1.0
-            before = time.perf_counter()
             while not test():
-                took = time.perf_counter() - before
-                fastest = min(fastest, took)
                 self.advance()
                 self._check(wait)
-                if took > 3 * fastest + BUSY:  # it moved a part of a large message; the next part follows
-                    pause = FIRST_SLEEP
-                else:
-                    time.sleep(pause)
-                    pause = min(pause * 1.3, LONGEST_SLEEP)
                 before = time.perf_counter()
+                until = before + WARM
+                while before < until:
+                    if test():
+                        return
+                    now = time.perf_counter()
+                    took, before = now - before, now
+                    fastest = min(fastest, took)
+                    if took > 3 * fastest + BUSY:  # it moved a part of a large message; the next part follows
+                        until, pause = now + HOT, FIRST_SLEEP
+                time.sleep(pause)
+                pause = min(pause * 1.3, LONGEST_SLEEP)
         finally:
             self._leave(wait)
 
@@ -184,6 +191,8 @@ class Monitor:
         others = [rank for rank in wait.ranks if rank != self.rank]
         states = self.states(others)
         missing = [rank for rank in others if states[rank].get("call") != wait.call]
+        if not others:
+            return f"{wait.call} waits for this rank's own work"
         if not missing:
             return f"{wait.call} waits for rank {_list(others)}, and all of them are in it"
         return "; ".join(f"rank {rank} is missing in {wait.call}, {_seen(states[rank])}" for rank in missing)
@@ -209,12 +218,15 @@ class Monitor:
         if self.size > 1:
             sys.excepthook = self._on_uncaught
             threading.excepthook = self._on_thread_uncaught
-            sys.unraisablehook = self._on_unraisable
+            if sys.unraisablehook != self._on_unraisable:
+                self._unraisable_before = sys.unraisablehook
+                sys.unraisablehook = self._on_unraisable
 
     def _run(self) -> None:
         lost_since: float | None = None
         tick = max(TICK, self.size / 1000)
         while not self._stop.wait(tick):
+            self._push()
             try:
                 self._look()
                 lost_since = None
@@ -227,6 +239,15 @@ class Monitor:
             if self._failure is not None and time.monotonic() - self._failure_seen > 2 * ABORT_GRACE:
                 self.abort()
 
+    def _push(self) -> None:
+        """Messages make progress even while this rank is inside torch for long, where nobody polls."""
+        try:
+            self._sending = self.progress()
+            self.advance()
+        except Exception as error:
+            self.report_failure(error)
+            self.abort()
+
     def _look(self) -> None:
         """One look at the store, one publication, and a look at this rank's own waits."""
         if not threading.main_thread().is_alive():
@@ -236,8 +257,6 @@ class Monitor:
             self._read_events()
             self._events = events
         self._publish()
-        self.progress()
-        self.advance()  # a rank that is inside torch for long still takes what others wait to hand over
         for waits in list(self._waits.values()):
             for wait in list(waits):
                 self._look_at(wait)
@@ -296,7 +315,7 @@ class Monitor:
                 "call": waits[-1].call if waits else None,
                 "where": main_thread_position(),
                 "waits": [[wait.serial, list(wait.ranks)] for wait in waits],
-                "sending": self.progress(),
+                "sending": self._sending,
             }
         )
         if state != self._published:
@@ -352,7 +371,7 @@ class Monitor:
         if args.exc_value is not None and "atexit" in (args.err_msg or ""):
             self.report_failure(args.exc_value)
             self.abort()
-        sys.__unraisablehook__(args)
+        self._unraisable_before(args)
 
     def _announce_exit(self) -> None:
         if not self._left:

@@ -267,7 +267,8 @@ def _rebuild(
     plain: bool, data: Any, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool, device: str
 ) -> Tensor:
     if len(data):
-        tensor = torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+        memory = data if isinstance(data, bytearray) else bytearray(data)
+        tensor = torch.frombuffer(memory, dtype=dtype).reshape(shape)
     else:
         tensor = torch.empty(shape, dtype=dtype)
     if device != "cpu":
