@@ -406,3 +406,32 @@ def test_ranks_seeded_differently_start_from_the_first_replica() -> None:
     train_step(model)(batch())
     first, second = smp.allgather([p.detach().clone() for p in model.parameters()], smp.RDP_GROUP)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@on_ranks(2, config={**PP2, "auto_partition": False, "default_partition": 0})
+def test_members_of_a_placed_container_run_on_its_stage_when_the_model_iterates_over_it() -> None:
+    """Otherwise their weights would travel to the activations at every step."""
+
+    class Iterating(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(6, 6)
+            self.rest = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for module in self.rest:
+                x = module(x)
+            return x
+
+    torch.manual_seed(0)
+    module = Iterating().double()
+    reference = copy.deepcopy(module)
+    smp.set_partition(module.rest, 1)
+    ran: list[str] = []
+    for name, child in module.named_modules():
+        child.register_forward_hook(lambda _module, _args, _output, name=name: ran.append(name))
+    loss = train_step(smp.DistributedModel(module))(batch()).reduce_mean()
+    torch.testing.assert_close(loss, reference(batch()).pow(2).mean().detach())
+    here = {name for name in ran if name}
+    assert here == ({"first"} if smp.pp_rank() == 0 else {"rest.0", "rest.1", "rest.2"})

@@ -113,17 +113,9 @@ class StageMap:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Note which parameters require gradients and which modules train: results' structures depend on it."""
+        """Forget which parameters required gradients and which modules trained: results' structures depend on it."""
         self._trainable.clear()
-        for name, module in self.nodes():
-            trainable: list[torch.Tensor] = [p for p in dict.fromkeys(module.parameters()) if p.requires_grad]
-            if self.assignment[name] == self.rank:
-                self._trainable[name] = trainable
-            flags = (
-                tuple(p.requires_grad for p in module.parameters()),
-                tuple(m.training for m in module.modules()),
-            )
-            self._flags[name] = hash(flags)
+        self._flags.clear()
         for name, module in self.root.named_modules():
             if self.assignment.get(name) is None and (module._backward_hooks or module._backward_pre_hooks):
                 raise StepError(
@@ -133,6 +125,7 @@ class StageMap:
                 )
 
     def nodes(self) -> Iterator[tuple[str, nn.Module]]:
+        """The outermost modules that live on one stage, as far as they can be called."""
         inside: set[str] = set()  # nodes and what is in them
         for name, module in self.root.named_modules():
             if name and name.rpartition(".")[0] in inside:
@@ -143,10 +136,9 @@ class StageMap:
 
     def replacements(self) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
         """Each module whose calls the engine takes, with what takes them."""
-        nodes = {id(module) for _, module in self.nodes()}
         for name, module in self.root.named_modules():
             stage = self.assignment.get(name)
-            if id(module) in nodes or (stage is None and not _has_parameters(module)):
+            if stage is not None or not _has_parameters(module):
                 yield module, self._node_call(name, module, stage)
             elif type(module) not in DETERMINISTIC_MODULES:
                 yield module, scoped_call(module)
@@ -176,7 +168,13 @@ class StageMap:
         return call
 
     def _key(self, name: str, module: nn.Module) -> NodeKey:
-        return NodeKey(name, module.training, self._flags.get(name, 0), type(module) in DETERMINISTIC_MODULES)
+        flags = self._flags.get(name)
+        if flags is None:
+            requires_grad = tuple(p.requires_grad for p in module.parameters())
+            flags = self._flags[name] = hash((requires_grad, tuple(m.training for m in module.modules())))
+            if self.assignment.get(name) == self.rank:
+                self._trainable[name] = [p for p in dict.fromkeys(module.parameters()) if p.requires_grad]
+        return NodeKey(name, module.training, flags, type(module) in DETERMINISTIC_MODULES)
 
     def node_of(self, module: nn.Module) -> tuple[NodeKey, int | None] | None:
         """Key and stage of a module that can run as one node; None for one whose children lie on several stages."""
