@@ -87,7 +87,7 @@ def bf16() -> AbstractContextManager[Any]:
 @pytest.mark.parametrize("where", ["around", "inside"])
 @on_ranks(2, config=PIPELINE)
 def test_autocast_reaches_every_stage(shape, where):
-    """A thread or stage without it would compute in another precision: then the loss is several times the tolerance apart.
+    """A thread or stage without it would compute in another precision: the loss would be several tolerances apart.
 
     Gradients of one bf16 value are added up in bf16, in an order that depends on the cut: each sum may round by 2^-8.
     """

@@ -67,3 +67,12 @@ def test_all_three_kinds_on_eight_processes(shape):
     """Two stages of two parts, twice."""
     check(ZOO[shape], Setup(pp=2, tp=2, microbatches=2), prepare=split_everything)
     check(ZOO[shape], Setup(pp=4, tp=2, microbatches=2, auto=True), prepare=split_everything)
+
+
+@pytest.mark.parametrize("shape", ["tied", "encoder_decoder", "value_branch"])
+@on_ranks(4, launcher="torchrun")
+def test_training_does_not_depend_on_the_launcher(shape):
+    """Under torchrun messages go over gloo instead of MPI."""
+    check(ZOO[shape], Setup(pp=2, microbatches=2, passes=2))
+    if shape != "value_branch":
+        check(ZOO[shape], Setup(pp=2, tp=2, microbatches=2), prepare=split_everything)
