@@ -319,6 +319,43 @@ class Norms(nn.Module):
         return F.mse_loss(self.m(self.b(torch.relu(self.n(self.a(x))))), y[:, :4])
 
 
+class Experts(nn.Module):
+    """Which rows an expert on another stage sees, and how many, depends on values: also none at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts, self.last = nn.Linear(WIDTH, 3), nn.ModuleList([Block() for _ in range(3)]), Block()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        shares = self.gate(x).softmax(-1)
+        chosen = shares.argmax(-1)
+        out = torch.zeros_like(x)
+        for k, expert in enumerate(self.experts):
+            rows = (chosen == k).nonzero().squeeze(1)
+            if rows.numel():
+                out = out.index_add(0, rows, expert(x[rows]) * shares[rows, k : k + 1])
+        positive = out[out.sum(1) > 0]
+        return F.mse_loss(self.last(out), y) + 0.1 * positive.sum()
+
+
+class Recycled(nn.Module):
+    """A value of one step is kept and used in the next; a buffer is written by glue code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Block(), Block()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.a(x)
+        if self.training:
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(hidden.mean(0), alpha=0.1)
+                self.count += 1
+        return F.mse_loss(self.b(hidden - self.mean), y)
+
+
 def batch_with_flag(rows: int, generator: torch.Generator) -> dict[str, Any]:
     return {**vectors(rows, generator), "flag": True}
 
@@ -361,5 +398,9 @@ ZOO: dict[str, Case] = {
     ),
     "bypass": Case(Bypass, vectors, [("a", 0), ("b", 0.5), ("c", 0.9)]),
     "recurrent": Case(Recurrent, tokens, [("embedding", 0), ("rnn", 0.4), ("cell", 0.6), ("head", 0.9)]),
+    "experts": Case(
+        Experts, vectors, [("gate", 0), ("experts.0", 0), ("experts.1", 0.3), ("experts.2", 0.6), ("last", 0.9)]
+    ),
+    "recycled": Case(Recycled, vectors, [("a", 0), ("b", 0.9)]),
     "norms": Case(Norms, vectors, [("a", 0), ("n", 0), ("b", 0.9), ("m", 0.9)]),
 }
