@@ -79,8 +79,9 @@ def test_guards_with_tensor_parallelism():
         check_guards(calls, table)
 
 
-@on_ranks(4, config=PIPELINE_DATA)
-def test_guards_with_a_pipeline():
+@pytest.mark.parametrize("launcher", ["mpi", "torchrun"])
+@on_ranks(4, config=PIPELINE_DATA, launcher=lambda arguments: arguments["launcher"])
+def test_guards_with_a_pipeline(launcher):
     """Ranks 0 1 are one replica, 2 3 the other; without tensor parallelism `dp_rank() == 0` is a whole replica."""
     model, optimizer = trained()
     with shared_directory() as directory, short_wait():
