@@ -31,14 +31,14 @@ GRID = Setup(pp=2, tp=2, microbatches=2, steps=2)
 SHAPE = ZOO["encoder_decoder"]
 
 
-def made() -> tuple[Any, Any, Any]:
-    """Model, optimizer and a training function, on the grid."""
+def made(reverse: bool = False) -> tuple[Any, Any, Any]:
+    """Model, optimizer and a training function, on the grid; `reverse` puts the modules on the other stage."""
     runtime.reset()
     smp.init(GRID.smp_config())
     module = build(SHAPE, torch.float64, seed=int(torch.randint(1 << 30, ())))
     split_everything(module)
     for path, stage in SHAPE.stages(GRID.pp).items():
-        smp.set_partition(module.get_submodule(path), stage)
+        smp.set_partition(module.get_submodule(path), GRID.pp - 1 - stage if reverse else stage)
     model = smp.DistributedModel(module)
     optimizer = smp.DistributedOptimizer(adam(model.parameters()))
 
@@ -81,6 +81,20 @@ def test_a_resumed_run_continues_exactly(partial):
         optimizer.load_state_dict(smp.load(directory / "optimizer", partial=True))
         got = [one_step(number) for number in (2, 3, 4)]
         assert torch.equal(torch.stack(got), torch.stack(want))
+
+
+@on_ranks(4, config=GRID.smp_config())
+def test_partial_files_load_into_another_partition():
+    """Another placement on the same degrees: what moved comes from the file of the rank that had it."""
+    with shared_directory() as directory:
+        model, _, one_step = made()
+        one_step(0)
+        smp.save(model.local_state_dict(), directory / "model", partial=True)
+        want = one_step(1)
+        model, _, one_step = made(reverse=True)
+        model.load_state_dict(smp.load(directory / "model", partial=True))
+        got = one_step(1)
+        assert_close(got, want, 1e-12, "loss")
 
 
 @on_ranks(4, config=None)
