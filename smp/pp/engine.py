@@ -1,6 +1,8 @@
 """What the programs of one pipeline share: the engine for the life of a model, and the context of one step."""
 
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +16,7 @@ from smp.topology import CommGroup
 
 if TYPE_CHECKING:
     from smp.pp.debug import Comparison
+    from smp.pp.placed import Value
     from smp.pp.program import Program
     from smp.pp.stages import StageMap
     from smp.pp.tape import Node
@@ -61,6 +64,25 @@ class Engine:
         if len(self.structures) > MAX_STRUCTURES:
             del self.structures[next(iter(self.structures))]
 
+    def buffer_versions(self, key: Any) -> "dict[str, tuple[torch.Tensor, int]]":
+        """The buffers of a called module, by name, for `buffers_written`."""
+        return self.stages.buffer_versions(key) if self.stages is not None else {}
+
+    def buffers_written(self, key: Any, before: "dict[str, tuple[torch.Tensor, int]]") -> tuple[str, ...]:
+        """Names of the buffers that a call has changed since `before`."""
+        return self.stages.buffers_written(key, before) if before and self.stages is not None else ()
+
+    def buffers_at_risk(self, key: Any, known: Structure | None) -> list[torch.Tensor]:
+        """Buffers of a called module that a later microbatch may write while this call's graph holds them."""
+        if self.stages is None or (known is not None and not known.buffers):
+            return []
+        return self.stages.buffers_at_risk(key, None if known is None else known.buffers)
+
+    def adopt_written(self, name: str, owner: int) -> list[int]:
+        """A module on `owner` has written that buffer. Returns ids of tensors whose values are old now."""
+        assert self.stages is not None
+        return self.stages.adopt_written(name, owner)
+
     def is_own_buffer(self, tensor: torch.Tensor) -> bool:
         return self.stages is not None and self.stages.is_buffer(tensor)
 
@@ -107,6 +129,14 @@ class Reach:
                 self._on_done(parameter)
 
 
+@dataclass(slots=True)
+class Written:
+    """A plain tensor that a placed value was written into, and the stage that has its data."""
+
+    tensor: "weakref.ref[torch.Tensor]"
+    owner: int
+
+
 class StepContext:
     """One step on this rank: messages under the step's tags, random streams, and who may still reach a parameter."""
 
@@ -116,7 +146,24 @@ class StepContext:
         self.seed = seed
         self.reach = reach
         self.pause: Callable[[Program], None] = lambda program: None
+        self.written: list[Written] = []
+        self._written_by_id: dict[int, Written] = {}
         self._sends: list[Request] = []
+
+    def note_written(self, tensor: torch.Tensor, value: "Value") -> None:
+        """A placed value was written into a plain tensor: it is known on `value.owner` only, until the step ends."""
+        entry = self._written_by_id.get(id(tensor))
+        if entry is None or entry.tensor() is not tensor:
+            entry = self._written_by_id[id(tensor)] = Written(weakref.ref(tensor), value.owner)
+            self.written.append(entry)
+        entry.owner = value.owner
+        if value.local is not None and value.local.data_ptr() != tensor.data_ptr():
+            tensor.data.copy_(value.local.data)
+
+    def writer_of(self, tensor: torch.Tensor) -> int | None:
+        """The stage that knows a plain tensor's data because a placed value was written into it; None for any other."""
+        entry = self._written_by_id.get(id(tensor))
+        return None if entry is None or entry.tensor() is not tensor else entry.owner
 
     def root_seed(self, microbatch: int) -> int:
         return mix(self.seed, microbatch)

@@ -14,7 +14,7 @@ import torch
 from smp.comm.transport import Channel
 from smp.errors import StepError
 from smp.nested import flatten, unflatten
-from smp.pp.engine import Engine
+from smp.pp.engine import Engine, Written
 from smp.pp.placed import Placed, Value
 from smp.pp.program import Program
 from smp.pp.tape import CallNode
@@ -22,6 +22,7 @@ from smp.pp.tape import CallNode
 # Above every microbatch's own tags.
 _INPUT_TAG = 1 << 29
 _OUTPUT_TAG = _INPUT_TAG + (1 << 20)
+_WRITTEN_TAG = _INPUT_TAG + (1 << 21)
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,35 @@ def _stride(leaf: torch.Tensor) -> tuple[int, ...]:
     return torch.empty(leaf.shape, device="meta").stride()
 
 
+def share_written(engine: Engine, group: Any, programs: Sequence[Program], written: Sequence[Written]) -> None:
+    """After a step: plain tensors of the user's that placed values were written into get their data on every stage.
+
+    Most of them were temporary; which still exist is agreed by all stages.
+    """
+    if not written:
+        return
+    for program in programs:
+        program.forget()
+    tensors = [entry.tensor() for entry in written]
+    alive = engine.transport.all_gather_object([t is not None for t in tensors], group, "smp.step")
+    sends = []
+    for index, (entry, tensor) in enumerate(zip(written, tensors, strict=True)):
+        if tensor is None or not all(flags[index] for flags in alive):
+            continue
+        tag = _WRITTEN_TAG + index
+        data = tensor.detach()
+        if entry.owner == engine.rank:
+            others = [rank for rank in engine.ranks if rank != engine.ranks[engine.rank]]
+            sends += [engine.moves.isend(data, rank, tag, Channel.MOVE) for rank in others]
+        else:
+            received = torch.empty(data.shape, dtype=data.dtype, device=engine.device)
+            request = engine.moves.irecv(received, engine.ranks[entry.owner], tag, Channel.MOVE)
+            engine.monitor.wait(request.test, "smp.step, a tensor written in it", [engine.ranks[entry.owner]])
+            data.copy_(received)
+    for request in sends:
+        engine.monitor.wait(request.test, "smp.step, the end of a send", engine.ranks)
+
+
 def share_outputs(engine: Engine, programs: Sequence[Program], outputs: list[Any]) -> list[Any]:
     """What each microbatch returned, with every placed tensor as a plain, detached one on every stage."""
     flat = [flatten(output) for output in outputs]
@@ -129,10 +159,10 @@ def share_outputs(engine: Engine, programs: Sequence[Program], outputs: list[Any
     tag = _OUTPUT_TAG
     for program, (leaves, _) in zip(programs, flat, strict=True):
         for index, leaf in enumerate(leaves):
-            if type(leaf) is not Placed:
+            value = leaf.value if type(leaf) is Placed else program.known_value(leaf)
+            if value is None:
                 leaves[index] = leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
                 continue
-            value = leaf.value
             value.check_fresh()
             tag += 1
             if value.owner == engine.rank:

@@ -32,11 +32,12 @@ current = _Current()
 class Storage:
     """Counts in-place writes to memory that several values share (views and their base)."""
 
-    __slots__ = ("version", "writer")
+    __slots__ = ("version", "writer", "of_buffer")
 
-    def __init__(self) -> None:
+    def __init__(self, of_buffer: bool = False) -> None:
         self.version = 0
         self.writer = ""
+        self.of_buffer = of_buffer  # the memory of a buffer of the model, which calls write to
 
 
 class Value:

@@ -10,6 +10,7 @@ Every rank of the pipeline group runs the same program; only the owner of a call
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from smp.pp.engine import Engine, StepContext
 from smp.pp.placed import GlueMode, Placed, Storage, Value, user_line
 from smp.pp.special import SPECIAL, refuse
 from smp.pp.structure import SameObject, Structure, TensorInfo, agrees, describe
-from smp.pp.tape import CallNode, MoveNode, Node, Tape
+from smp.pp.tape import CallNode, MoveNode, Node, Tape, saving_copies_of
 
 # Tags of one microbatch: two for each move (there and back) or structure. 2**13 microbatches of 2**15 messages.
 _TAGS_PER_MICROBATCH = 1 << 16
@@ -90,7 +91,7 @@ class Program:
         if call is None:
             return forward(*args, **kwargs)
         seed = self.step.streams.current()
-        result = self._call(call)
+        result = self.on_plain_tensors(name, self._call, (call,), {})  # to glue, parameters would be placed values
         if not key.deterministic:  # the rank that runs it has split its stream here; the others do so now
             self.step.streams.leave(seed)
         return result
@@ -98,7 +99,9 @@ class Program:
     def call_callable(self, name: str, function: Callable[..., Any], key: Any, args: Any, kwargs: Any) -> Any:
         """An opaque piece of code (a checkpointed function, an autograd Function) as one node."""
         call = self._open(key, name, function, args, kwargs, None, is_function=False)
-        return function(*args, **kwargs) if call is None else self._call(call)
+        if call is None:
+            return function(*args, **kwargs)
+        return self.on_plain_tensors(name, self._call, (call,), {})
 
     def _open(
         self,
@@ -129,6 +132,14 @@ class Program:
         if self.engine.debug is not None:
             self.engine.debug.compare(self, "the end of the step function", ())
 
+    def known_value(self, leaf: Any) -> Value | None:
+        """The value behind a result of the step function: also of a parameter, and of a tensor that was written to."""
+        return self._value_of(leaf)
+
+    def forget(self) -> None:
+        """Let go of the tensors that the program has met."""
+        self._known.clear()
+
     def _value_of(self, leaf: Any) -> Value | None:
         if type(leaf) is Placed:
             value = leaf.value
@@ -142,6 +153,9 @@ class Program:
             return known[1]
         owner = self.engine.owner_of(leaf)
         if owner is None:
+            writer = self.step.writer_of(leaf)
+            if writer is not None:
+                return self._constant_of(leaf, writer)
             if isinstance(leaf, nn.Parameter) and leaf.requires_grad and not self.engine.is_own_buffer(leaf):
                 self._reject_unknown_parameter(leaf)
             return None
@@ -151,8 +165,17 @@ class Program:
         stride = self.engine.stages.stride_of(leaf)
         value = Value(owner, self, tuple(leaf.shape), stride, leaf.dtype, requires_grad, local)
         value.parameter = leaf
+        value.storage.of_buffer = not isinstance(leaf, nn.Parameter)
         if requires_grad or not leaf.requires_grad:
             self._known[id(leaf)] = (leaf, value)
+        return value
+
+    def _constant_of(self, leaf: torch.Tensor, owner: int) -> Value:
+        """A plain tensor that another microbatch wrote a placed value into."""
+        with torch._C.DisableTorchFunction():
+            local = leaf.detach() if owner == self.rank else None
+        value = Value(owner, self, tuple(leaf.shape), leaf.stride(), leaf.dtype, False, local)
+        self._known[id(leaf)] = (leaf, value)
         return value
 
     def _foreign(self, value: Value) -> Value:
@@ -192,11 +215,17 @@ class Program:
         versions = [_version(x) for x in inputs]
         args, kwargs = call.arguments(inputs)
         before = self.step.streams.snapshot() if known is None and call.is_function else None
-        result = self.on_plain_tensors(call.name, call.function, args, kwargs)
+        buffers = self.engine.buffer_versions(call.key) if known is None else {}
+        guarded = [v.local for v in call.arrived if v is not None and v.storage.of_buffer and v.local is not None]
+        guarded += self.engine.buffers_at_risk(call.key, known)
+        with saving_copies_of(guarded) if guarded and torch.is_grad_enabled() else nullcontext():
+            result = self.on_plain_tensors(call.name, call.function, args, kwargs)
         written = tuple(i for i, x in enumerate(inputs) if _version(x) != versions[i])
         if known is None or known.dynamic:
             draws = known.draws if known is not None else before is not None and self.step.streams.moved_since(before)
-            known, results = describe(result, inputs, written, call.name if call.is_function else None, draws)
+            changed = known.buffers if known is not None else self.engine.buffers_written(call.key, buffers)
+            function_name = call.name if call.is_function else None
+            known, results = describe(result, inputs, written, function_name, draws, changed)
             self.engine.remember(signature, known)
             self._send_structure(known)
         else:
@@ -209,11 +238,11 @@ class Program:
         mode_on_top = torch.overrides._get_current_function_mode() is self.mode
         if mode_on_top:  # not so within a function's handler, nor under a mode of the user's
             self.mode.__exit__(None, None, None)
-        self.in_node = name
+        outer, self.in_node = self.in_node, name
         try:
             return function(*args, **kwargs)
         finally:
-            self.in_node = ""
+            self.in_node = outer
             if mode_on_top:
                 self.mode.__enter__()
 
@@ -247,6 +276,9 @@ class Program:
                     outputs.append((made[index], tensor))
         if outputs:
             self._record(self._node(call, outputs))
+        for buffer in structure.buffers:
+            for stale in self.engine.adopt_written(buffer, call.owner):
+                self._known.pop(stale, None)
         self.engine.moves.progress()
         return unflatten(structure.spec, given)
 
@@ -283,6 +315,7 @@ class Program:
                     f"{call.owner}. "
                     "Do it in a module of its own stage."
                 )
+            value.copies.clear()
             return value
         for storage in {value.storage, arrived.storage}:
             storage.version += 1
@@ -292,16 +325,18 @@ class Program:
             leaf.value = new
         else:
             self._known[id(leaf)] = (leaf, new)
+            self.step.note_written(leaf, new)
         return new
 
     def _adopt(self, leaf: torch.Tensor, info: TensorInfo, owner: int) -> Value:
         """A plain tensor that a placed value was written into: from now on it lives where it was written."""
         local = leaf if owner == self.rank else None
         if self.engine.adopt_buffer(leaf, owner):
-            value = Value(owner, self, info.shape, info.stride, info.dtype, False, local)
+            value = Value(owner, self, info.shape, info.stride, info.dtype, False, local, Storage(of_buffer=True))
             value.parameter = leaf
         else:
             value = self._new_value(info, local, owner, None)
+            self.step.note_written(leaf, value)
         self._known[id(leaf)] = (leaf, value)
         return value
 

@@ -46,7 +46,9 @@ class StageMap:
         self._owner: dict[int, int] = {}  # id of parameter or adopted buffer -> stage
         self._stride: dict[int, tuple[int, ...]] = {}  # as it was before another stage's memory was given back
         self._keep: list[torch.Tensor] = []
-        self._buffer_names: dict[int, str] = {}
+        self._buffer_names: dict[int, str] = {}  # by the id of the tensor that the buffer is now
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._buffer_at: dict[str, nn.Module] = {}
         self._trainable: dict[str, list[torch.Tensor]] = {}
         self._flags: dict[str, int] = {}
         self._names = {id(module): name for name, module in root.named_modules()}
@@ -61,8 +63,8 @@ class StageMap:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     self.stage_of[_join(prefix, name)] = stage
-                    self._buffer_names[id(buffer)] = _join(prefix, name)
-                    self._keep.append(buffer)
+                    self._buffer_at[_join(prefix, name)] = module
+                    self._know_buffer(_join(prefix, name), buffer)
 
     def _stage_for(self, prefix: str, own_stage: dict[str, int]) -> int:
         stage = self.assignment.get(prefix)
@@ -90,6 +92,63 @@ class StageMap:
             return False
         self._owner[id(tensor)] = self.stage_of[name] = owner
         return True
+
+    def _know_buffer(self, name: str, tensor: torch.Tensor) -> None:
+        """`tensor` is from now on the buffer of that name."""
+        old = self._buffers.get(name)
+        if old is not None and old is not tensor and self._buffer_names.get(id(old)) == name:
+            del self._buffer_names[id(old)]
+            self._owner.pop(id(old), None)
+        self._buffers[name] = tensor
+        self._buffer_names[id(tensor)] = name
+
+    def replace_buffer(self, name: str, tensor: torch.Tensor, owner: int) -> None:
+        """The buffer of that name was set to another tensor, which lives on `owner`."""
+        self._know_buffer(name, tensor)
+        self._owner[id(tensor)] = self.stage_of[name] = owner
+
+    def buffer_versions(self, key: Any) -> dict[str, tuple[torch.Tensor, int]]:
+        """The buffers of the module that a call is of, with their versions."""
+        if not isinstance(key, NodeKey):
+            return {}
+        found = {}
+        for prefix, module in self.root.get_submodule(key.name).named_modules(prefix=key.name):
+            for name, buffer in module._buffers.items():
+                if buffer is not None and _join(prefix, name) in self._buffer_at:
+                    found[_join(prefix, name)] = (buffer, 0 if buffer.is_inference() else buffer._version)
+        return found
+
+    def buffers_written(self, key: Any, before: dict[str, tuple[torch.Tensor, int]]) -> tuple[str, ...]:
+        """Names of those that the call has changed: set anew, written, or moved by a normalisation's kernel."""
+        written = []
+        for name, (buffer, version) in before.items():
+            module = self._buffer_at[name]
+            now = module._buffers.get(name.rpartition(".")[2])
+            moved = isinstance(module, nn.modules.batchnorm._NormBase) and module.training
+            if now is not None and (now is not buffer or moved or (not now.is_inference() and now._version != version)):
+                written.append(name)
+        return tuple(written)
+
+    def buffers_at_risk(self, key: Any, written: tuple[str, ...] | None) -> list[torch.Tensor]:
+        """The buffers of the called module that it writes (None: not known yet).
+
+        Not those of normalisations, whose backward does not read them.
+        """
+        names = list(self.buffer_versions(key)) if written is None else written
+        found = []
+        for name in names:
+            module = self._buffer_at[name]
+            buffer = module._buffers.get(name.rpartition(".")[2])
+            if buffer is not None and not isinstance(module, nn.modules.batchnorm._NormBase):
+                found.append(buffer)
+        return found
+
+    def adopt_written(self, name: str, owner: int) -> list[int]:
+        """A module on `owner` has written that buffer: whoever reads it elsewhere has to ask for it."""
+        old, now = self._buffers[name], self._buffer_at[name]._buffers.get(name.rpartition(".")[2])
+        if now is not None:
+            self.replace_buffer(name, now, owner)
+        return [id(old), id(now)]
 
     def is_local(self, name: str) -> bool:
         """Whether the parameter or buffer of that name lives on this rank's stage."""
@@ -233,10 +292,7 @@ def settle_buffers(stages: StageMap) -> None:
                 value = buffer.value
                 local = value.local.detach() if value.local is not None else torch.zeros(value.shape, dtype=value.dtype)
                 module._buffers[name] = local
-                full = _join(prefix, name)
-                stages._buffer_names[id(local)] = full
-                stages._keep.append(local)
-                stages.adopt_buffer(local, value.owner)
+                stages.replace_buffer(_join(prefix, name), local, value.owner)
 
 
 def _has_parameters(module: nn.Module) -> bool:

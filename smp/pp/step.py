@@ -15,7 +15,7 @@ from smp.nested import flatten, map_leaves
 from smp.pp import stages as stages_mod
 from smp.pp.engine import Engine, Reach, StepContext
 from smp.pp.executor import Turns
-from smp.pp.inputs import place_arguments, share_arguments, share_outputs
+from smp.pp.inputs import place_arguments, share_arguments, share_outputs, share_written
 from smp.pp.intercept import intercepted
 from smp.pp.microbatch import merge_outputs, split_arguments
 from smp.pp.placed import current
@@ -216,6 +216,7 @@ class _StepFunction:
         context.finish_sends()
         if engine.stages is not None:
             stages_mod.settle_buffers(engine.stages)
+        share_written(engine, rt.group(CommGroup.PP_GROUP), programs, context.written)
         model._end_step()
         return shared
 

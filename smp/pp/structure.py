@@ -7,6 +7,7 @@ gradients, plain Python values, the training flag and grad mode; never the ident
 
 import enum
 import io
+import numbers
 import pickle
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ from smp.nested import Spec, flatten
 from smp.pp.placed import Value, user_line
 
 _SCALARS = (int, float, complex, bool)
+# What a module may return besides tensors without having to say at every call what it was.
+_CONSTANT = (torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum, type)
 
 
 class SameObject(NamedTuple):
@@ -67,10 +70,16 @@ class Structure:
     written_info: tuple[TensorInfo, ...] = field(default=())
     dynamic: bool = False
     draws: bool = False
+    buffers: tuple[str, ...] = ()  # names of the module's buffers that the call writes
 
 
 def describe(
-    result: Any, inputs: list[Any], written: tuple[int, ...], function_name: str | None, draws: bool
+    result: Any,
+    inputs: list[Any],
+    written: tuple[int, ...],
+    function_name: str | None,
+    draws: bool,
+    buffers: tuple[str, ...] = (),
 ) -> tuple[Structure, list[Any]]:
     """The structure of `result`, and its leaves. `inputs` are the leaves that the call was given (tensors or not)."""
     leaves, spec = flatten(result)
@@ -86,7 +95,7 @@ def describe(
             described.append(_plain_leaf(leaf, inputs))
     dynamic = _is_dynamic(described, inputs, function_name)
     infos = tuple(_info(inputs[i], i, None) for i in written)
-    return Structure(spec, tuple(described), written, infos, dynamic, draws), leaves
+    return Structure(spec, tuple(described), written, infos, dynamic, draws, buffers), leaves
 
 
 def _plain_leaf(leaf: Any, inputs: list[Any]) -> Any:
@@ -137,8 +146,12 @@ def signature_of(leaf: Any) -> Any:
         return (torch.Tensor, tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
     if isinstance(leaf, slice):
         return (slice, _bound(leaf.start), _bound(leaf.stop), _bound(leaf.step))
-    if leaf is Ellipsis or isinstance(leaf, enum.Enum | type | torch.layout | torch.memory_format):
+    if leaf is Ellipsis or isinstance(leaf, enum.Enum | type | torch.layout | torch.memory_format | range):
         return leaf
+    if isinstance(leaf, numbers.Number):  # numpy's
+        return (type(leaf), complex(leaf))  # type: ignore[call-overload]
+    if hasattr(type(leaf), "shape") and hasattr(type(leaf), "dtype"):  # an array
+        return (type(leaf), tuple(leaf.shape), str(leaf.dtype))
     return type(leaf)
 
 
@@ -170,8 +183,8 @@ _DATA_SHAPED = frozenset(
 
 def _is_dynamic(described: list[Any], inputs: list[Any], function_name: str | None) -> bool:
     plain = [leaf for leaf in described if not isinstance(leaf, TensorInfo) and leaf is not None]
-    if function_name is None:  # a module: numbers in its result may change from call to call
-        return any(isinstance(leaf, _SCALARS) for leaf in plain)
+    if function_name is None:  # a module: numbers, text and arrays in its result may change from call to call
+        return not all(isinstance(leaf, _CONSTANT + (SameObject, Absent)) for leaf in plain)
     if plain or function_name in _DATA_SHAPED:
         return True
     if function_name == "where" and sum(isinstance(x, torch.Tensor) for x in inputs) == 1:

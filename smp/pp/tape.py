@@ -13,7 +13,8 @@ Each node runs its own small autograd backward, so nothing ever waits for a mess
 nodes take part is decided from structure alone, the same on every rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -129,6 +130,36 @@ class Tape:
         for node in self._nodes:
             self._release(node)
         self._nodes = []
+
+
+@contextmanager
+def saving_copies_of(tensors: list[torch.Tensor]) -> Iterator[None]:
+    """What autograd saves of these is copied, so that another microbatch may write to them before the backward.
+
+    Everything else is saved with its version, which is checked as autograd does without hooks.
+    """
+    memory = {_memory(tensor) for tensor in tensors}
+
+    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        if _memory(tensor) in memory:
+            tensor = tensor.detach().clone()
+        return tensor, tensor._version
+
+    def unpack(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
+        tensor, version = saved
+        if tensor._version != version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(tensor.shape)} that is needed for a gradient was changed in place after it "
+                "was saved."
+            )
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def final_gradient(value: Value) -> torch.Tensor | None:
