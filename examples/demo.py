@@ -16,7 +16,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 OUT = HERE.parent / "runs" / "demo"
-STEPS, MIDDLE = 200, 100
+STEPS, MIDDLE = 260, 130
 
 
 def mpirun() -> list[str]:
