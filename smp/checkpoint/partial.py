@@ -6,11 +6,13 @@ A partial save is collective:
     (2) each writes aside and flushes           the old files are still whole
     (3) all hear how it went on every rank      one failure: nothing is renamed, everybody raises
     (4) each renames its file
+    (5) all hear again                          when the call returns, the files of all ranks are there
 """
 
 import os
 import pickle
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -55,7 +57,8 @@ def save(
     partial=True: collective over the ranks of the model replica; `f` is a path, rdp_rank 0 writes
     `f_{pp_rank}_{tp_rank}`. With `v3` (state that differs over replicas) every rank writes
     `f_{pp_rank}_{tp_rank}_{rdp_rank}` and the call is collective over all ranks. Either all files of the save are
-    replaced or, when a rank cannot write, none, and every writing rank raises `CheckpointError`.
+    replaced or, when a rank cannot write, none, and every writing rank raises `CheckpointError`. On a rank that writes,
+    the files of its replica are there when the call returns; other replicas do not wait for them.
     partial=False: the calling rank writes `obj` to `f`, a path or a file object; any rank may call it.
     The file is written aside, flushed and renamed, and `torch.load` reads it by hand.
     """
@@ -123,21 +126,32 @@ def _save_partial(obj: Any, f: str, v3: bool, options: dict[str, Any]) -> None:
     save_id = rt.transport.broadcast_object(secrets.token_hex(8), group, group.ranks[0])
     path = partial_path(f, _place(rt), v3)
     writer = FileWriter(path, rt.rank)
-    error: Exception | None = None
+    header = Header(_degrees(rt), _place(rt), v3, save_id)
     try:
-        if not path.parent.is_dir():
-            raise CheckpointError(
-                f"{path} cannot be written: the directory {path.parent} does not exist, make it first"
-            )
-        writer.write(obj, Header(_degrees(rt), _place(rt), v3, save_id), **options)  # (2)
-    except Exception as caught:  # whatever it is, the other ranks must hear of it
-        error = caught
-    try:
-        raise_alike(rt, group, error)  # (3)
+        _together(rt, group, lambda: _write(writer, obj, header, options))  # (2) (3)
     except BaseException:
         writer.discard()
         raise
-    writer.commit()  # (4)
+    _together(rt, group, writer.commit)  # (4) (5)
+
+
+def _write(writer: FileWriter, obj: Any, header: Header, options: dict[str, Any]) -> None:
+    directory = writer.path.parent
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"{writer.path} cannot be written: the directory {directory} does not exist, make it first"
+        )
+    writer.write(obj, header, **options)
+
+
+def _together(rt: Runtime, group: Group, work: Callable[[], None]) -> None:
+    """Do this rank's part; returns when all ranks of the group have done theirs, raises on all when one could not."""
+    error: Exception | None = None
+    try:
+        work()
+    except Exception as caught:  # whatever it is, the other ranks must hear of it
+        error = caught
+    raise_alike(rt, group, error)
 
 
 def _load_partial(f: str, map_location: Any, back_compat: bool, options: dict[str, Any]) -> Any:
