@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from smp.errors import StepError
+from smp.log import warn_once
 from smp.nested import Spec, flatten, unflatten
 from smp.pp.placed import Placed, Value, user_line
 from smp.pp.structure import signature_of, value_signature
@@ -66,6 +67,16 @@ class Call:
             leaf if v is None else torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=device).fill_(1)
             for leaf, v in zip(self.leaves, self.arrived, strict=True)
         ]
+
+    def warn_if_changed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """After the call on the owner: its lists and dicts are copies of the caller's, which do not see a change."""
+        if flatten((args, kwargs))[1] != self.spec:
+            warn_once(
+                f"changed {self.name}",
+                "'%s' adds to or removes from a list or dict that it is given as an argument. Across stages the caller "
+                "does not see that change; return what is new instead.",
+                self.name,
+            )
 
     def unstable(self) -> StepError:
         return StepError(

@@ -223,6 +223,8 @@ class Program:
         written = tuple(i for i, x in enumerate(inputs) if _version(x) != versions[i])
         if known is None or known.dynamic:
             draws = known.draws if known is not None else before is not None and self.step.streams.moved_since(before)
+            if known is None:
+                call.warn_if_changed(args, kwargs)
             changed = known.buffers if known is not None else self.engine.buffers_written(call.key, buffers)
             function_name = call.name if call.is_function else None
             known, results = describe(result, inputs, written, function_name, draws, changed)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import smp
+from smp import log
 from tests.harness import on_ranks
 from tests.pp.reference import WIDTH, Net, check, linear, same, start, vectors, wrap
 
@@ -309,6 +310,30 @@ def test_sparse_gradients_and_indices():
 
     module = two(forward, table=nn.Embedding(4, WIDTH, sparse=False), rows=nn.Parameter(torch.ones(4, WIDTH)))
     check(module, {**AB, "table": 1})
+
+
+@on_ranks(2)
+def test_a_changed_list_argument_is_warned_of():
+    """The caller's own list does not see what a module of one stage adds to it; that must not pass without a word."""
+    start(microbatches=1)
+    warnings = []
+
+    def collect(net, x, states):
+        h = net.l(x)
+        states.append(h)
+        return h
+
+    def forward(net, x):
+        states = [net.a(x)]
+        return net.b(net.collect(states[0], states)).sum()
+
+    model = wrap(two(forward, collect=Net(collect, l=linear(seed=3))), {**AB, "collect": 1})
+    usual, log.get_logger().warning = log.get_logger().warning, lambda text, *args: warnings.append(text % args)
+    try:
+        smp.step(lambda x: model(x))(vectors(2)["x"].float())
+    finally:
+        log.get_logger().warning = usual
+    assert any("'collect' adds to" in text for text in warnings) == (smp.pp_rank() == 1)
 
 
 @on_ranks(2)
