@@ -94,6 +94,36 @@ class Weird(torch.autograd.Function):
         return 7 * first + x * 0, None, second * 5 + y * 0
 
 
+class Scale(torch.autograd.Function):
+    """x * w; gradients of both."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad * w, (grad * x).sum(0)
+
+
+@on_ranks(2)
+def test_parameters_of_glue_are_arguments_of_modules_and_functions_on_any_stage():
+    """What the engine does to hand a Parameter over (detach it, read its version) must not count as calls of glue."""
+
+    def forward(net, x):
+        h = net.d(net.c(x, net.w), net.a.bias)
+        return Scale.apply(Scale.apply(h, net.w), net.b.bias).sum()
+
+    def add(net, x, w):
+        return net.l(x).tanh() + w
+
+    for stage in (0, 1):
+        c, d = (Net(add, l=linear(seed=seed)) for seed in (3, 4))
+        check(two(forward, c=c, d=d, w=nn.Parameter(torch.ones(WIDTH))), {**AB, "": stage, "c": 0, "d": 1})
+
+
 class Marked(torch.autograd.Function):
     """One output that takes no gradient, one that is the input changed in place."""
 
