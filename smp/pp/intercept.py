@@ -2,6 +2,7 @@
 
     torch.autograd.backward              loss.backward() in a step means model.backward(loss)
     torch.autograd.Function.apply        one node, on the owner of its largest operand
+    a function of torch.jit.script       the same
     torch.utils.checkpoint.checkpoint    one node, run and recomputed on the stage of the module it wraps
 
 A thread that runs no step function sees torch's own behaviour.
@@ -26,6 +27,7 @@ from smp.pp.structure import signature_of
 
 plain_backward = torch.autograd.backward
 _plain_apply = torch.autograd.Function.__dict__["apply"].__func__
+_plain_script_call = torch.jit.ScriptFunction.__call__
 _checkpoint = torch.utils.checkpoint.checkpoint
 # The function behind the decorator that keeps the compiler out. It looks up this attribute on every call, so that
 # setting it also reaches the references that models took when they were built.
@@ -52,12 +54,14 @@ def intercepted(backward: Callable[[list[Any], list[Any]], None]) -> Iterator[No
 
     torch.autograd.backward = autograd_backward
     torch.autograd.Function.apply = classmethod(_function_apply)  # type: ignore[assignment]
+    torch.jit.ScriptFunction.__call__ = _script_call  # type: ignore[assignment,method-assign]
     setattr(_checkpoint_inner, _HOOK, _checkpoint_in_step)
     try:
         yield
     finally:
         torch.autograd.backward = plain_backward
         torch.autograd.Function.apply = classmethod(_plain_apply)  # type: ignore[assignment]
+        torch.jit.ScriptFunction.__call__ = _plain_script_call  # type: ignore[method-assign]
         setattr(_checkpoint_inner, _HOOK, previous)
 
 
@@ -75,6 +79,14 @@ def _function_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return _plain_apply(cls, *args, **kwargs)
 
     return program.call_callable(cls.__name__, apply, (cls, "apply"), args, kwargs)
+
+
+def _script_call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    program = _in_glue()
+    if program is None:
+        return _plain_script_call(function, *args, **kwargs)
+    run = functools.partial(_plain_script_call, function)
+    return program.call_callable(function.qualified_name, run, (function.qualified_name, "script"), args, kwargs)
 
 
 def _checkpoint_in_step(function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -189,8 +189,8 @@ class StageMap:
         for name, module in self.root.named_modules():
             if name and name.rpartition(".")[0] in inside:
                 inside.add(name)
-            elif self.assignment.get(name) is not None and type(module).forward is not nn.Module.forward:
-                inside.add(name)  # a list of modules is never called: its members are
+            elif self.assignment.get(name) is not None and _can_be_called(module):
+                inside.add(name)
                 yield name, module
 
     def replacements(self) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
@@ -293,6 +293,11 @@ def settle_buffers(stages: StageMap) -> None:
                 local = value.local.detach() if value.local is not None else torch.zeros(value.shape, dtype=value.dtype)
                 module._buffers[name] = local
                 stages.replace_buffer(_join(prefix, name), local, value.owner)
+
+
+def _can_be_called(module: nn.Module) -> bool:
+    """Not so for a list of modules: its members are called. A scripted module's class does not tell its forward."""
+    return isinstance(module, torch.jit.ScriptModule) or type(module).forward is not nn.Module.forward
 
 
 def _has_parameters(module: nn.Module) -> bool:
