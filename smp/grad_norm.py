@@ -90,8 +90,9 @@ def global_norm(
         largest, is_nan = _reduce(rt, message, dist.ReduceOp.MAX)
         total = torch.where(is_nan > 0, math.nan, largest)
     else:
-        powers = torch.stack([weight * norm.pow(norm_type) for norm, weight in weighted if weight > 0]).sum(0, True)
-        total = _reduce(rt, powers, dist.ReduceOp.SUM)[0].pow(1.0 / norm_type)
+        # Not 0 x norm: the norm of what another rank counts may be infinite.
+        powers = [weight * norm.pow(norm_type) if weight > 0 else torch.zeros_like(norm) for norm, weight in weighted]
+        total = _reduce(rt, torch.stack(powers).sum(0, True), dist.ReduceOp.SUM)[0].pow(1.0 / norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"The total norm of order {norm_type} of the whole model's gradients is {total.item()}, so it cannot be "

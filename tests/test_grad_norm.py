@@ -87,6 +87,20 @@ def test_a_stage_without_parameters_takes_part(caller: str, norm_type: float) ->
     assert float(norm) == pytest.approx(float(expected), rel=1e-6)
 
 
+@pytest.mark.parametrize("caller", ["smp", "torch"])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@on_ranks(4, config={"ddp": True, "tensor_parallel_degree": 2, "pipeline_parallel_degree": 2})
+def test_a_stage_of_which_nothing_is_split_takes_part(caller: str, norm_type: float) -> None:
+    """A failure means an error on the tensor-parallel ranks whose parameters another one counts."""
+    grad_norm.intercept_torch()
+    module = layers()
+    fill_gradients(module, 1.0)
+    expected = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in module.parameters()]), norm_type)
+    params = spread(module, [[0, 1], [2, 3]], {"0.weight": 0})
+    norm = CLIP[caller](params, 0.5, norm_type)
+    assert float(norm) == pytest.approx(float(expected), rel=1e-6)
+
+
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @on_ranks(2, config={"pipeline_parallel_degree": 2})
 def test_a_nan_on_one_rank_is_seen_on_all(norm_type: float) -> None:
