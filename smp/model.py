@@ -329,14 +329,14 @@ class DistributedModel(ModelViews):
 
     # -- steps (called by smp.step) ------------------------------------------------------------------------------------
 
-    def _begin_step(self, num_microbatches: int, arguments: dict[str, Any]) -> None:
+    def _begin_step(self, function: Any, num_microbatches: int) -> None:
         self._num_microbatches = num_microbatches
         self._had_backward = self._in_pass = False
         if self.reducer is not None and torch.is_grad_enabled():
             self.reducer.refresh()
             self._sync_buffers()
             if self._rt.topology.pp_size == 1:
-                self.reducer.open_step()
+                self.reducer.open_step(function)
 
     def _sync_buffers(self) -> None:
         if (

@@ -13,7 +13,8 @@ collectives must meet. Who says that a parameter is done:
 
 - the pipeline engine, with `mark_done`, from the tape;
 - without a pipeline, hooks on the parameters: one is done when it has received as many gradients in the pass's last
-  microbatch as in the one before. Until that is known, and for parameters that got none, at the end of the pass.
+  microbatch as in the pass before of the same step function. Until that is known, and for parameters that got none, at
+  the end of the pass.
 
 Gradients are means at rest: reducing `old + new`, where `old` is already the same everywhere, leaves `old` as it is.
 For parameters of distributed modules, whose local gradient is the sum over the tensor-parallel group's batches, that
@@ -26,6 +27,7 @@ from contextlib import contextmanager
 from enum import Enum, auto
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -107,6 +109,9 @@ class Reducer:
         self._is_last_microbatch = False
         self._fires = [0] * len(self._params)
         self._expected_fires = [0] * len(self._params)
+        # Each step function has its own number of backwards; `self` stands for those outside of one.
+        self._function: Any = self
+        self._seen_fires: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
         self._ends_with_backward = False
         self.refresh()
 
@@ -175,6 +180,7 @@ class Reducer:
         assert self._phase is Phase.IDLE, "a pass starts inside of a pass"
         self._phase = phase
         self._fires = [0] * len(self._params)
+        self._expected_fires = self._seen_fires.get(self._function, self._fires[:])
         self._finished = {}
         if phase is Phase.REDUCING:
             self._head = 0
@@ -209,7 +215,7 @@ class Reducer:
         self._passes, self._pending = 0, False
         self._phase = Phase.IDLE
         if self._is_last_microbatch and any(self._fires):  # torch.autograd.grad is a pass without any
-            self._expected_fires = self._fires
+            self._seen_fires[self._function] = self._fires
         self._is_last_microbatch = False
         if self._overlap and not self._order_is_observed:
             self._learn_order()
@@ -243,6 +249,7 @@ class Reducer:
             bucket.complete()
         self._phase = Phase.IDLE
         self._in_step = self._ends_with_backward = self._is_last_microbatch = False
+        self._function = self
         self._passes, self._pending = 0, False
 
     def detach(self) -> None:
@@ -253,9 +260,10 @@ class Reducer:
 
     # ---- without a pipeline
 
-    def open_step(self) -> None:
-        """A step function starts: all backwards until `close_step` are one pass."""
+    def open_step(self, function: Any = None) -> None:
+        """A step function starts: all backwards until `close_step` are one pass. `function` tells which one it is."""
         self._in_step = True
+        self._function = self if function is None else function
 
     def last_microbatch(self) -> None:
         """The step's last microbatch starts: gradients are final when they have arrived as often as last time."""
@@ -267,6 +275,7 @@ class Reducer:
         if self._phase is not Phase.IDLE:
             self.finish()
         self._is_last_microbatch = False
+        self._function = self
 
     def backward_starts(self) -> None:
         """A backward starts, on this thread: begins a pass if there is none.

@@ -158,7 +158,7 @@ class _StepFunction:
         if model is not None:
             stack.enter_context(stages_mod.replaced_calls(stages_mod.scopes(model.module)))
             stack.enter_context(intercepted(model._backward_tensors))
-            model._begin_step(count, arguments)
+            model._begin_step(self, count)
         outputs = []
         current.streams = streams
         try:
@@ -190,7 +190,7 @@ class _StepFunction:
         reach = Reach(model._parameter_done)
         context = StepContext(engine, streams, rng.mix(seed, rt.rdp_rank), reach)
         programs = [Program(k, engine, context) for k in range(count)]
-        model._begin_step(count, arguments)
+        model._begin_step(self, count)
         if engine.stages is not None:
             engine.stages.begin_step()
         stack.enter_context(intercepted(model._backward_tensors))

@@ -95,6 +95,35 @@ def test_branches_that_change_by_pass_and_by_replica(config: dict[str, Any], vie
 
 
 @CONFIGS
+@on_ranks(ranks, config=config_of)
+def test_step_functions_with_one_and_with_two_backwards_take_turns(config: dict[str, Any]) -> None:
+    """What one step function has taught about when gradients are final does not hold for another one."""
+    module, reference = net(), net()
+    model = smp.DistributedModel(module, bucket_cap_mb=1e-4)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.5))
+    plain = torch.optim.SGD(reference.parameters(), lr=0.5)
+    once = train_step(model)
+
+    @smp.step
+    def twice(x: Tensor) -> None:
+        for uses in ([0, 1, 2, 3], [3, 1]):
+            model.backward(model(x, uses).pow(2).mean())
+
+    for number, function in enumerate([once, once, twice, twice, once, twice]):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        parts = [batch(2 * number + replica, 4) for replica in range(2)]
+        for part in parts:
+            plain_step(reference, part)
+            if function is twice:
+                plain_step(reference, part, [3, 1])
+        function(parts[smp.rdp_rank()])
+        optimizer.step()
+        plain.step()
+        assert_equal_run(model, reference)
+
+
+@CONFIGS
 @pytest.mark.parametrize("clip", ["torch", "smp", "optimizer"])
 @on_ranks(ranks, config=config_of)
 def test_clipping_after_windows_whole_and_short(config: dict[str, Any], clip: str) -> None:
