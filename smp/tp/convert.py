@@ -245,6 +245,8 @@ def _build(candidate: _Candidate, cut: dict[str, Any]) -> DistributedModule:
         PartitionError: it cannot be split.
     """
     registration = candidate.registration
+    if "forward" in candidate.module.__dict__:
+        raise PartitionError("its forward was replaced on the instance")
     arguments = registration.arguments(candidate.module) if registration.arguments else None
     arguments = arguments or recorded_arguments(candidate.module)
     if arguments is None:
@@ -262,7 +264,15 @@ def _build(candidate: _Candidate, cut: dict[str, Any]) -> DistributedModule:
     positional = list(parameters)[1 : len(args) + 1]
     args = tuple(accepted.pop(name, value) for name, value in zip(positional, args)) + tuple(args[len(positional) :])
     with delayed.shells():
-        return registration.dist_cls(*args, **{**kwargs, **accepted})
+        twin = registration.dist_cls(*args, **{**kwargs, **accepted})
+    if registration.arguments is not None:  # a class of torch: what its instance holds beyond that was put there later
+        more = {name for name, _ in candidate.module.named_parameters()} - {name for name, _ in twin.named_parameters()}
+        if more:
+            raise PartitionError(
+                f"it has the parameters {', '.join(sorted(more))}, which {type(twin).__name__} has not (weight_norm, "
+                "spectral_norm and adapters add such)"
+            )
+    return twin
 
 
 def _hooked(
@@ -286,8 +296,10 @@ def _finish(candidate: _Candidate, twin: DistributedModule) -> None:
     for name in _HOOKS:
         if module.__dict__.get(name):
             twin.__dict__[name] = module.__dict__[name]
+    twin._is_full_backward_hook = module._is_full_backward_hook  # how torch reads _backward_hooks
     for name, value in module.__dict__.items():
-        if name.startswith("_smp_"):  # what other parts of smp have left on it: its stage, checkpointing
+        # What other parts of smp have left on it: its stage, checkpointing. On a class of torch also what the user has.
+        if name.startswith("_smp_") or registration.arguments is not None:
             twin.__dict__.setdefault(name, value)
     twin.__dict__["_orig_forward"] = module.forward
     if registration.forward_hook is not None or registration.return_hook is not None:

@@ -353,6 +353,52 @@ def test_hooks_flags_and_marks_move_with_the_module():
 
 
 @on_two
+def test_full_backward_hooks_change_gradients_as_on_the_whole_module():
+    """Taken for the old kind of hook, they would get other gradients, and what they return would be put elsewhere."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    model[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 3,))
+    model[2].register_full_backward_pre_hook(lambda module, outputs: (outputs[0] * 2,))
+    batches = [[torch.randn(3, 4, dtype=torch.float64) for _ in range(2)] for _ in range(2)]
+    assert_trains_like_its_twin(model, batches, make_optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+
+
+@on_two
+def test_a_module_whose_instance_was_changed_is_left_whole():
+    """A forward or parameters of its own: the distributed module would compute something else, without a word."""
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
+    plain = model[0].forward
+    model[0].forward = lambda x: plain(2 * x)
+    nn.utils.spectral_norm(model[1])
+    model[2].add_module("adapter", nn.Linear(4, 4).double())
+    smp.set_tensor_parallelism(model)
+    x = torch.randn(3, 4, dtype=torch.float64)
+    model.eval()
+    expected = model(x)
+    with warnings_of() as lines:
+        model = converted(model)
+    assert [type(m) for m in model] == [nn.Linear, nn.Linear, nn.Linear, DistributedLinear]
+    torch.testing.assert_close(model(x), expected)
+    if smp.rank() == 0:
+        text = "\n".join(lines)
+        assert "leaves 0 whole: its forward was replaced on the instance" in text
+        assert "leaves 1 whole: it has the parameters weight_orig, which DistributedLinear has not" in text
+        assert "leaves 2 whole: it has the parameters adapter.bias, adapter.weight" in text
+
+
+@on_two
+def test_attributes_that_users_set_on_a_layer_of_torch_stay():
+    """Code around the layer reads them: a scale, a flag for the initialisation."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].scale = 0.5
+    smp.set_tensor_parallelism(model)
+    model = converted(model)
+    assert isinstance(model[0], DistributedLinear)
+    assert model[0].scale == 0.5
+
+
+@on_two
 def test_ranks_seeded_differently_start_from_tp_rank_0():
     """Parts and whole tensors, buffers too."""
     torch.manual_seed(tp_group().rank)
