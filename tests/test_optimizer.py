@@ -211,8 +211,8 @@ def test_full_state_asked_for_on_some_ranks_only_names_the_missing() -> None:
             with pytest.raises(CommError, match=r"missing ranks \[1\]"):
                 optimizer.state_dict()
         smp.barrier()
-        if runtime.get().rank == 1:  # too late
-            with pytest.raises(CommError, match="gave up"):
+        if runtime.get().rank == 1:  # too late: it hears of it, or finds nobody for another try
+            with pytest.raises(CommError, match=r"gave up|missing ranks \[0\]"):
                 optimizer.state_dict()
     finally:
         del os.environ["SMP_GUARD_TIMEOUT"]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from smp import rng
+from smp.bootstrap import default_generators
 from smp.rng import DETERMINISTIC_MODULES, Streams, draw_seed, mix, part_salt, preserved_after_draw
 
 
@@ -159,4 +159,4 @@ def test_deterministic_modules_draw_nothing():
         state = torch.get_rng_state()
         module.train()(x)
         assert torch.equal(torch.get_rng_state(), state), name
-    assert rng.generators()[0] is torch.default_generator
+    assert default_generators()[0] is torch.default_generator

@@ -224,22 +224,27 @@ def test_the_seed_is_agreed_by_all_ranks():
 def test_one_whole_tensor_exists_at_a_time():
     """Largest live storage while a model of 20 equal layers is split: its parts and one whole layer."""
 
+    def storages() -> dict[int, int]:
+        gc.collect()
+        return {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in gc.get_objects()
+            if type(t) in (torch.Tensor, nn.Parameter)
+            and t.device.type == "cpu"
+            and t.layout == torch.strided
+            and not torch._C._functorch.is_functorch_wrapped_tensor(t)  # it has no storage
+        }
+
+    earlier = storages()  # what other tests in this process have left
+
     class Watched(nn.Linear):
         largest = 0
 
         def reset_parameters(self):
             super().reset_parameters()
             if not self.weight.is_meta:
-                gc.collect()
-                alive = {
-                    t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-                    for t in gc.get_objects()
-                    if type(t) in (torch.Tensor, nn.Parameter)
-                    and t.device.type == "cpu"
-                    and t.layout == torch.strided
-                    and not torch._C._functorch.is_functorch_wrapped_tensor(t)  # an earlier test's; has no storage
-                }
-                Watched.largest = max(Watched.largest, sum(n for n in alive.values() if n >= 64 * 64 * 4 / 2))
+                alive = [n for p, n in storages().items() if p not in earlier and n >= 64 * 64 * 4 / 2]
+                Watched.largest = max(Watched.largest, sum(alive))
 
     with smp.delay_param_initialization():
         layers = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(10)], Watched(64, 64, bias=False))
