@@ -33,7 +33,7 @@ from smp.pp.debug import Comparison, debug_enabled
 from smp.pp.engine import Engine, Reach
 from smp.pp.intercept import plain_backward
 from smp.pp.partition import Assignment, assign
-from smp.pp.placed import current
+from smp.pp.placed import current, user_line
 from smp.pp.stages import StageMap
 from smp.pp.trace import execution_order
 from smp.runtime import Runtime
@@ -226,6 +226,12 @@ class DistributedModel(ModelViews):
 
     def _partition_untraced(self) -> StageMap:
         """A parameter is used before the model's first call: there is nothing to trace."""
+        if self._rt.tp_size > 1:
+            raise StepError(
+                f"{user_line()} uses a part of the model before the model itself is called for the first time. With "
+                "tensor parallelism its layers are split then, which must not happen while one of them runs: call the "
+                "model first."
+            )
         self._partition_in_step(None, {})
         assert self.engine.stages is not None
         return self.engine.stages

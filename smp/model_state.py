@@ -270,9 +270,23 @@ def load_state_dict(
         raise UsageError(f"load_state_dict() needs a mapping from names to tensors, got {type(state_dict).__name__}")
     pending = PendingState(state_dict, strict, same_partition_load)
     if not model.partitioned:
+        raise_alike(rt, rt.group(CommGroup.WORLD), _early_refusal(rt, model, pending))
         model._pending_state = pending  # type: ignore[attr-defined]
         return _IncompatibleKeys([], [])
     return _apply(rt, model, pending)
+
+
+def _early_refusal(rt: Runtime, model: StatefulModel, pending: PendingState) -> CheckpointError | None:
+    """What is wrong with the names of a whole state dict, as far as it is known before partition."""
+    if not pending.strict or pending.state_dict.get(PARTIAL_KEY) or rt.tp_size > 1:  # a split module may rename
+        return None
+    if any(child._load_state_dict_pre_hooks for child in model.module.modules()):  # they may rename
+        return None
+    unexpected = [name for name in pending.state_dict if name != PARTIAL_KEY and name not in _named_state(model.module)]
+    if not unexpected:
+        return None
+    name = type(model.module).__name__
+    return CheckpointError(f"The state dict does not fit {name}:\n  unexpected: {_some(unexpected)}")
 
 
 def apply_pending(model: StatefulModel) -> None:

@@ -342,6 +342,15 @@ def test_without_a_pipeline_the_decorator_is_optional() -> None:
 
 
 @on_ranks(2, config=PP2)
+def test_a_state_dict_of_another_model_is_refused_before_the_first_step() -> None:
+    """Found out in the first step, it would leave a model half set up."""
+    model = smp.DistributedModel(net())
+    with pytest.raises(smp.CheckpointError, match="unexpected: other"):
+        model.load_state_dict({"other": torch.zeros(1)})
+    train_step(model)(batch())
+
+
+@on_ranks(2, config=PP2)
 def test_microbatches_of_one_function_can_differ() -> None:
     """Evaluation and generation run on batches of one."""
     model = smp.DistributedModel(net())

@@ -25,7 +25,7 @@ from smp.groups import Group
 
 class _GatherBatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int, checked: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int, checked: bool | str) -> Tensor:
         ctx.group, ctx.dim = group, dim
         return collectives.all_gather(x, group, dim, checked=checked)
 
@@ -49,7 +49,7 @@ class _ScatterSum(torch.autograd.Function):
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, split_dim: int, concat_dim: int, checked: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group, split_dim: int, concat_dim: int, checked: bool | str) -> Tensor:
         ctx.group, ctx.split_dim, ctx.concat_dim = group, split_dim, concat_dim
         return collectives.all_to_all(x, group, split_dim, concat_dim, checked=checked)
 
@@ -109,7 +109,7 @@ class _GatherSlices(torch.autograd.Function):
 # Joined batches
 
 
-def gather_batch(x: Tensor, group: Group, dim: int = 0, *, checked: bool = False) -> Tensor:
+def gather_batch(x: Tensor, group: Group, dim: int = 0, *, checked: bool | str = False) -> Tensor:
     """[.., n, ..] own part -> [.., size * n, ..] joined, equal on every rank.
 
     Forward: all_gather along `dim`. Dual: scatter_sum; each rank's gradient of the joined tensor is partial, own part =
@@ -127,7 +127,7 @@ def scatter_sum(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     return x if group.size == 1 else _ScatterSum.apply(x, group, dim)
 
 
-def all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: int, *, checked: bool = False) -> Tensor:
+def all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: int, *, checked: bool | str = False) -> Tensor:
     """[.., size * a, .., b, ..] -> [.., a, .., size * b, ..]: own batch, all features <-> all batches, own features.
 
     Forward: all_to_all. Dual: all_to_all with the two dimensions exchanged. Saves nothing. `checked`: as in

@@ -73,11 +73,12 @@ def all_reduce(tensor: Tensor, group: Group, op: Op = "sum") -> Tensor:
     return out
 
 
-def all_gather(tensor: Tensor, group: Group, dim: int = 0, *, checked: bool = False) -> Tensor:
+def all_gather(tensor: Tensor, group: Group, dim: int = 0, *, checked: bool | str = False) -> Tensor:
     """[.., n, ..] on every rank -> [.., size * n, ..], the ranks' tensors concatenated along `dim`.
 
     Args:
-        checked: the caller cannot know that shapes agree; costs a message where it is not free.
+        checked: the caller cannot know that shapes agree; costs a message where it is not free. A string names the
+            caller, and ranks that are in different ones are told.
 
     Raises:
         StepError: the ranks' shapes differ (always noticed over MPI, elsewhere with `checked`).
@@ -87,10 +88,11 @@ def all_gather(tensor: Tensor, group: Group, dim: int = 0, *, checked: bool = Fa
     if is_structure(tensor):
         return torch.cat([tensor] * group.size, dim)
     source = _dense(tensor)
+    call = _called("all_gather", checked)
     if _mpi_comm(tensor, group) is not None:
-        return _joined(_exchange([source] * group.size, group, "all_gather"), dim)
+        return _joined(_exchange([source] * group.size, group, call), dim)
     if checked:
-        _check_digest(source, group, "all_gather")
+        _check_digest(source, group, call)
     out = source.new_empty((group.size, *source.shape))
     with _blocking("all_gather", group):
         dist.all_gather_into_tensor(out.view(-1), source.view(-1), group=group.process_group)
@@ -123,12 +125,13 @@ def reduce_scatter(tensor: Tensor, group: Group, dim: int = 0) -> Tensor:
     return out
 
 
-def all_to_all(tensor: Tensor, group: Group, split_dim: int, concat_dim: int, *, checked: bool = False) -> Tensor:
+def all_to_all(tensor: Tensor, group: Group, split_dim: int, concat_dim: int, *, checked: bool | str = False) -> Tensor:
     """[.., size * a, .., b, ..] -> [.., a, .., size * b, ..]: cuts along `split_dim`, sends piece k to rank k, and
     concatenates what arrives along `concat_dim` in order of rank.
 
     Args:
-        checked: the caller cannot know that shapes agree; costs a message where it is not free.
+        checked: the caller cannot know that shapes agree; costs a message where it is not free. A string names the
+            caller, and ranks that are in different ones are told.
 
     Raises:
         CommError: `split_dim` does not divide by the size of the group.
@@ -139,10 +142,11 @@ def all_to_all(tensor: Tensor, group: Group, split_dim: int, concat_dim: int, *,
     pieces = _pieces(tensor, group, split_dim, "all_to_all")
     if is_structure(tensor):
         return torch.cat(pieces, concat_dim)
+    call = _called("all_to_all", checked)
     if _mpi_comm(tensor, group) is not None:
-        return _joined(_exchange([_dense(piece) for piece in pieces], group, "all_to_all"), concat_dim)
+        return _joined(_exchange([_dense(piece) for piece in pieces], group, call), concat_dim)
     if checked:
-        _check_digest(pieces[0], group, "all_to_all")
+        _check_digest(pieces[0], group, call)
     source = torch.stack([_dense(piece) for piece in pieces])
     out = torch.empty_like(source)
     with _blocking("all_to_all", group):
@@ -252,6 +256,10 @@ def _all_reduce_half(tensor: Tensor, group: Group) -> Tensor:
 # Common
 
 
+def _called(operation: str, checked: bool | str) -> str:
+    return f"{operation} for {checked}" if isinstance(checked, str) else operation
+
+
 @lru_cache(maxsize=4096)
 def _digest(call: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return zlib.crc32(repr((call, shape, dtype)).encode()) & 0x3FFFFFFF
@@ -284,6 +292,12 @@ def _raise_mismatch(piece: Tensor, group: Group, call: str) -> None:
     shown = "; ".join(
         f"rank {rank}: {what} of {shape} {dtype}" for rank, (what, shape, dtype) in zip(group.ranks, answers)
     )
+    if len({what for what, _, _ in answers}) > 1:
+        raise StepError(
+            f"the ranks of one {group.kind.name} are in different modules: {shown}. They join their batches in every "
+            "split module, so a branch that depends on a tensor's value must go the same way on all of them: let "
+            "them agree on it first, or use prescaled_batch"
+        )
     raise StepError(
         f"the ranks of one {group.kind.name} joined their batches with different shapes: {shown}. Every tp_rank must "
         "bring a batch of the same shape (pad the last one or drop it, and pad sequences to one length over the group)"

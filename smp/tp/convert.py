@@ -291,6 +291,7 @@ def _hooked(
 def _finish(candidate: _Candidate, twin: DistributedModule) -> None:
     module, registration = candidate.module, candidate.registration
     twin.train(module.training)
+    twin.__dict__["_smp_path"] = candidate.name
     if not delayed.has_delayed(twin):
         delayed.forget_initialisers(twin)
     for name in _HOOKS:

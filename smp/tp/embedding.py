@@ -105,7 +105,7 @@ class DistributedEmbedding(DistributedModule):
         if group.size > 1 and input.dim() == 0:
             return self.forward(input.unsqueeze(0)).squeeze(0)
         joined = not self.shared_batch
-        ids = collectives.all_gather(input, group, checked=True) if joined else input
+        ids = collectives.all_gather(input, group, checked=self._smp_path or True) if joined else input
         if self.split == "embedding":
             out = self._look_up_columns(ids)
             return all_to_all(out, group, 0, out.dim() - 1) if joined else gather_slices(out, group, -1)

@@ -62,7 +62,7 @@ class DistributedLinear(DistributedModule):
         group = self.tp_group
         if self.shared_batch:
             return gather_slices(F.linear(copy_in(x, group), self.weight, self.bias), group, -1)
-        out = F.linear(gather_batch(x, group, checked=True), self.weight, self.bias)
+        out = F.linear(gather_batch(x, group, checked=self._smp_path or True), self.weight, self.bias)
         return all_to_all(out, group, 0, out.dim() - 1)
 
     def _cut_inputs(self, x: Tensor) -> Tensor:
@@ -70,7 +70,9 @@ class DistributedLinear(DistributedModule):
         if self.shared_batch:
             out = sum_out(F.linear(own_slice(x, group, -1), self.weight), group)
         else:
-            out = scatter_sum(F.linear(all_to_all(x, group, x.dim() - 1, 0, checked=True), self.weight), group)
+            out = scatter_sum(
+                F.linear(all_to_all(x, group, x.dim() - 1, 0, checked=self._smp_path or True), self.weight), group
+            )
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def extra_repr(self) -> str:

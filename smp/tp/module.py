@@ -31,6 +31,8 @@ class DistributedModule(nn.Module):
         UsageError: `smp.init` has not been called.
     """
 
+    _smp_path = ""  # the module's name in the model, where it has replaced another one
+
     def __init__(self) -> None:
         super().__init__()
         runtime.get()

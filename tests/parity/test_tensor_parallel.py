@@ -79,10 +79,8 @@ def test_training_does_not_depend_on_the_launcher(shape):
         check(ZOO[shape], Setup(pp=2, tp=2, microbatches=2), prepare=split_everything)
 
 
-@pytest.mark.xfail(reason="ranks that branch apart are not noticed where the modules' shapes are equal", strict=True)
-@pytest.mark.parametrize("stages", [1, 2])
 @on_ranks(4)
-def test_ranks_that_branch_apart_are_told(stages):
+def test_ranks_that_branch_apart_are_told():
     """With a batch per rank a branch on a value may differ in a group: data of different modules would be joined."""
-    with pytest.raises(StepError):
-        smp_run(ZOO["value_branch"], Setup(pp=stages, tp=2, microbatches=4, steps=3), prepare=split_everything)
+    with pytest.raises(StepError, match="in different modules: .*positive.*negative|negative.*positive"):
+        smp_run(ZOO["value_branch"], Setup(tp=2, microbatches=4, steps=3), prepare=split_everything)
