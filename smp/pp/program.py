@@ -25,6 +25,8 @@ from smp.pp.placed import GlueMode, Placed, Storage, Value, user_line
 from smp.pp.special import SPECIAL, refuse
 from smp.pp.structure import SameObject, Structure, TensorInfo, agrees, describe
 from smp.pp.tape import CallNode, MoveNode, Node, Tape, saving_copies_of
+from smp.tp.shard import spec_of
+from smp.tp.watch import refuse_part
 
 # Tags of one microbatch: two for each move (there and back) or structure. 2**13 microbatches of 2**15 messages.
 _TAGS_PER_MICROBATCH = 1 << 16
@@ -159,6 +161,8 @@ class Program:
             if isinstance(leaf, nn.Parameter) and leaf.requires_grad and not self.engine.is_own_buffer(leaf):
                 self._reject_unknown_parameter(leaf)
             return None
+        if spec_of(leaf) is not None:
+            refuse_part(leaf, user_line())
         local = leaf if owner == self.rank else None
         requires_grad = leaf.requires_grad and torch.is_grad_enabled()
         assert self.engine.stages is not None
