@@ -23,7 +23,6 @@ from smp.pp.program import Program
 from smp.pp.schedule import ActionKind, phase_order
 from smp.runtime import Runtime
 from smp.topology import CommGroup
-from smp.tp.watch import PartWatch
 
 
 def step(
@@ -160,8 +159,6 @@ class _StepFunction:
             stack.enter_context(stages_mod.replaced_calls(stages_mod.scopes(model.module)))
             stack.enter_context(intercepted(model._backward_tensors))
             model._begin_step(self, count)
-        if rt.tp_size > 1 and not self._durations:
-            stack.enter_context(PartWatch())
         outputs = []
         current.streams = streams
         try:

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 import smp
 from tests.harness import on_ranks
 
+SPLIT = {"tensor_parallel_degree": 2, "ddp": True, "prescaled_batch": True}
+
 
 def model_with_penalty(keep_whole: bool) -> tuple[nn.Module, nn.Module]:
     class Net(nn.Module):
@@ -27,11 +29,8 @@ def model_with_penalty(keep_whole: bool) -> tuple[nn.Module, nn.Module]:
     return module, reference
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-@on_ranks(lambda given: 2 * given["stages"], config=lambda given: {
-    "tensor_parallel_degree": 2, "pipeline_parallel_degree": given["stages"], "ddp": True, "prescaled_batch": True,
-})  # fmt: skip
-def test_a_penalty_on_a_part_is_refused(stages: int) -> None:
+@on_ranks(4, config={**SPLIT, "pipeline_parallel_degree": 2})
+def test_a_penalty_on_a_part_is_refused_in_a_pipeline() -> None:
     """A sum over the weights at hand would count a part of them, with no sign that anything is wrong."""
     module, _ = model_with_penalty(keep_whole=False)
     model = smp.DistributedModel(module)
@@ -60,7 +59,7 @@ def test_a_penalty_on_a_part_is_refused(stages: int) -> None:
     observed(x)
 
 
-@on_ranks(2, config={"tensor_parallel_degree": 2, "ddp": True, "prescaled_batch": True})
+@on_ranks(2, config=SPLIT)
 def test_a_registered_parameter_stays_whole_and_may_be_penalised() -> None:
     """The remedy that the error names has to give the number of one process."""
     module, reference = model_with_penalty(keep_whole=True)
