@@ -206,7 +206,11 @@ class DistributedModel(ModelViews):
             self.reducer.backward_starts()
         seeds = [torch.full_like(t, scale) if g is None else g * scale for t, g in zip(tensors, gradients, strict=True)]
         seed = streams.current() if streams is not None else 0
-        plain_backward(tensors, seeds)
+        current.in_backward = True
+        try:
+            plain_backward(tensors, seeds)
+        finally:
+            current.in_backward = False
         if streams is not None:
             streams.leave(seed)
 

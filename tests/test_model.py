@@ -444,3 +444,15 @@ def test_members_of_a_placed_container_run_on_its_stage_when_the_model_iterates_
     torch.testing.assert_close(loss, reference(batch()).pow(2).mean().detach())
     here = {name for name in ran if name}
     assert here == ({"first"} if smp.pp_rank() == 0 else {"rest.0", "rest.1", "rest.2"})
+
+
+@on_ranks(1, config={"microbatches": 2})
+def test_a_function_mode_around_the_step_changes_nothing() -> None:
+    """torch.set_default_device is one: under it, torch's backward calls itself once more and scaled the loss twice."""
+    module, reference = net(), net()
+    model = smp.DistributedModel(module)
+    with torch.device("cpu"):
+        train_step(model)(batch())
+    reference(batch()).pow(2).mean().backward()
+    for mine, expected in zip(module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, expected.grad, rtol=1e-9, atol=1e-12)

@@ -42,7 +42,12 @@ def intercepted(backward: Callable[[list[Any], list[Any]], None]) -> Iterator[No
 
     def autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
         inside_autograd = torch._C._current_graph_task_id() != -1  # a reentrant checkpoint recomputes
-        if current.streams is None or inside_autograd or (current.program is not None and current.program.in_node):
+        if (
+            current.streams is None
+            or current.in_backward
+            or inside_autograd
+            or (current.program is not None and current.program.in_node)
+        ):
             plain_backward(tensors, grad_tensors, *args, **kwargs)
             return
         many = list(tensors) if isinstance(tensors, tuple | list) else [tensors]

@@ -24,6 +24,7 @@ class _Current(threading.local):
 
     program: "Program | None" = None
     streams: Streams | None = None
+    in_backward: bool = False  # the backward of a model without a pipeline runs; under a function mode it calls itself
 
 
 current = _Current()
