@@ -391,7 +391,7 @@ class DistributedModel(ModelViews):
         self._in_pass = False
         self._calls_replaced = None
 
-    def _step_failed(self, error: BaseException) -> None:
+    def _step_failed(self) -> None:
         self._calls_replaced = None
         self._in_pass = False
         if self.reducer is not None:

@@ -123,9 +123,9 @@ class _StepFunction:
                     outputs = self._run_pipeline(rt, {**arguments, **extra}, count, seed, body, stack)
                 else:
                     outputs = self._run_plain(rt, {**arguments, **extra}, count, seed, body, stack)
-            except BaseException as error:
+            except BaseException:
                 if rt.model is not None:
-                    rt.model._step_failed(error)
+                    rt.model._step_failed()
                 raise
         result = merge_outputs(outputs)
         if rt.model is not None:

@@ -35,7 +35,7 @@ def execution_order(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, _AssumeTrue(), torch.no_grad():
             tensors = [*module.parameters(), *module.buffers()]
-            twins = {id(t): _fake_twin(mode, t) for t in tensors}
+            twins = {id(t): _fake_twin(t) for t in tensors}
             twin = copy.deepcopy(module, twins)
             for name, child in twin.named_modules():
                 child.register_forward_pre_hook(functools.partial(_note_call, order, name))
@@ -68,7 +68,7 @@ def _note_call(order: dict[str, None], name: str, module: nn.Module, args: Any) 
     order.setdefault(name)
 
 
-def _fake_twin(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+def _fake_twin(tensor: torch.Tensor) -> torch.Tensor:
     fake = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
