@@ -110,7 +110,8 @@ def test_environment(mark: str) -> dict[str, str]:
         and key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     }
     path = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH", "")]))
-    return environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, MARK_VARIABLE: mark}
+    # Unbuffered processes write a line in pieces, which tear when several share one pipe.
+    return environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "", MARK_VARIABLE: mark}
 
 
 test_environment.__test__ = False  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ SMALL = """
 import smp
 smp.init({"ddp": True})
 assert smp.allgather(smp.rank()) == list(range(smp.size()))
-print("finished", smp.rank(), flush=True)
+print(f"finished {smp.rank()}\\n", end="", flush=True)
 """
 
 
@@ -66,7 +66,7 @@ def test_a_busy_port_that_the_user_gave_is_named(launcher: str) -> None:
             try:
                 smp.init({{"ddp": True, "ddp_port": {port}}})
             except smp.CommError:
-                print("refused after", int(time.monotonic() - start), flush=True)
+                print(f"refused after {{int(time.monotonic() - start)}}\\n", end="", flush=True)
                 raise
         """
         done = launch(textwrap.dedent(script), 2, launcher)
