@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install demo test test-slow lint clean
+.PHONY: install demo test test-slow bench lint clean
 
 install: $(VENV)/.installed
 
@@ -23,6 +23,15 @@ test: install
 
 test-slow: install
 	$(BIN)/python -m pytest -m "slow and not gpu" tests
+
+# Speed and memory against what a user would pick instead; one row with `make bench ROW=1f1b`. See benchmarks/run.py.
+bench: $(VENV)/.bench
+	$(BIN)/python -m benchmarks.run $(if $(ROW),--row $(ROW)) $(if $(REPEATS),--repeats $(REPEATS)) \
+		$(if $(ROUNDS),--rounds $(ROUNDS))
+
+$(VENV)/.bench: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[mpi,bench]'
+	touch $@
 
 lint: install
 	$(BIN)/ruff check .
