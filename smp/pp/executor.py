@@ -54,7 +54,7 @@ class Turns:
     def run(self, actions: Sequence[Action], before: Callable[[int], None]) -> list[Any]:
         """Run all programs; `before(i)` is called ahead of action i. Returns what the step function returned."""
         try:
-            for position, (kind, microbatch) in enumerate(actions):
+            for position, (kind, microbatch, _) in enumerate(actions):
                 before(position)
                 if kind is ActionKind.FORWARD:
                     self._start(microbatch)

@@ -35,7 +35,7 @@ def test_every_phase_order_is_valid_and_never_holds_more_than_allowed():
             actions = phase_order(microbatches, active)
             validate(actions, microbatches, active)
             in_flight = most = 0
-            for kind, _ in actions:
+            for kind, _, _ in actions:
                 in_flight += 1 if kind is FORWARD else -1
                 most = max(most, in_flight)
             assert most == min(microbatches, active)
@@ -50,7 +50,7 @@ def test_text_form_reads_back():
     assert to_text([]) == ""
 
 
-@pytest.mark.parametrize("word", ["X0", "F", "F-1", "0F", "f0", "F1.5", "F0B0"])
+@pytest.mark.parametrize("word", ["X0", "F", "F-1", "0F", "f0", "F1.0", "F1.", "W", "F0B0"])
 def test_what_is_no_action_is_refused_by_name(word):
     """A typo must not become an action that is left out."""
     with pytest.raises(StepError, match="is no action") as error:
