@@ -70,8 +70,13 @@ class Streams:
             self.leave(seed)
 
     def snapshot(self) -> list[torch.Tensor]:
-        """The generators' states, for `moved_since`."""
+        """The generators' states, for `moved_since` and `restore`."""
         return [generator.get_state() for generator in (self._first, *self._others)]
+
+    def restore(self, snapshot: list[torch.Tensor]) -> None:
+        """Go on where `snapshot` was taken."""
+        for generator, state in zip((self._first, *self._others), snapshot, strict=True):
+            generator.set_state(state)
 
     def moved_since(self, snapshot: list[torch.Tensor]) -> bool:
         """Whether random numbers were drawn since `snapshot`."""

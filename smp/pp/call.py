@@ -1,8 +1,8 @@
 """One call of glue code, taken apart: its operands, where it runs, and what its result depends on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,6 +12,18 @@ from smp.log import warn_once
 from smp.nested import Spec, flatten, unflatten
 from smp.pp.placed import Placed, Value, user_line
 from smp.pp.structure import signature_of, value_signature
+
+
+CALL = 20e-6  # seconds that a call takes however small it is
+_PRODUCTS = frozenset(("linear", "matmul", "__matmul__", "mm", "bmm"))
+
+
+class Estimate(NamedTuple):
+    """Seconds of a call's forward and backward, and of the part of the backward that is gradients of weights."""
+
+    forward: float
+    backward: float
+    weight: float
 
 
 @dataclass(slots=True)
@@ -47,6 +59,19 @@ class Call:
         ]
         modes = (torch.is_grad_enabled(), torch.is_autocast_enabled(device_type))
         return (self.key, self.spec, tuple(operands), *modes)
+
+    def estimate(self, costs: Mapping[str, Any] | None) -> "Estimate":
+        """Nominal seconds of this call, the same on every rank: of a module from the trace, else from its operands."""
+        known = None if costs is None else costs.get(getattr(self.key, "name", ""))
+        if known is not None:
+            return Estimate(known.forward + CALL, known.backward + CALL, known.weight)
+        operands = [value for value in self.values if value is not None]
+        flops = 0
+        if self.name in _PRODUCTS and len(operands) > 1:
+            second = operands[1].shape
+            flops = 2 * operands[0].numel * (second[0] if self.name == "linear" else second[-1] if second else 1)
+        forward = CALL + nominal_seconds(flops, sum(value.numel * value.dtype.itemsize for value in operands))
+        return Estimate(forward, 2 * forward, 0.0)
 
     def arguments(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) with other leaves."""
@@ -94,6 +119,10 @@ class Call:
             "that holds a tensor of another call in an attribute; such a tensor cannot be moved between stages. Pass "
             "tensors themselves, or in a list, tuple, dict, mapping or dataclass."
         )
+
+
+def nominal_seconds(flops: float, nbytes: float) -> float:
+    return flops / 5e10 + nbytes / 5e9
 
 
 def _hides_placed(leaf: Any) -> bool:

@@ -1,15 +1,17 @@
 """What the programs of one pipeline share: the engine for the life of a model, and the context of one step."""
 
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from smp.comm.transport import Channel, Request
 from smp.errors import CommError, StepError
 from smp.pp.placed import current
+from smp.pp.record import SpanKind
 from smp.pp.structure import Structure
 from smp.rng import Streams, mix
 from smp.topology import CommGroup
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from smp.pp.debug import Comparison
     from smp.pp.placed import Value
     from smp.pp.program import Program
+    from smp.pp.record import Recorder
+    from smp.pp.simulate import Plan
     from smp.pp.stages import StageMap
     from smp.pp.tape import Node
     from smp.runtime import Runtime
@@ -45,6 +49,9 @@ class Engine:
         self.stages: StageMap | None = None
         self.structures: dict[Any, Structure] = {}
         self.debug: Comparison | None = None
+        self.costs: Mapping[str, Any] | None = None  # of modules, by name; None when nothing is known
+        self.recorder: Recorder | None = None  # while a timeline is active
+        self.last_plan: Plan | None = None  # of the last step; None where it had none
         self.backward: Callable[[list[Any], list[Any]], None] = _no_backward
         self._partition = partition
         self._managed = managed
@@ -83,6 +90,10 @@ class Engine:
         assert self.stages is not None
         return self.stages.adopt_written(name, owner)
 
+    def moves_buffer(self, name: str, owner: int) -> bool:
+        """Whether that buffer was another stage's before `owner` wrote it."""
+        return self.stages is not None and self.stages.stage_of[name] != owner
+
     def is_own_buffer(self, tensor: torch.Tensor) -> bool:
         return self.stages is not None and self.stages.is_buffer(tensor)
 
@@ -93,6 +104,27 @@ class Engine:
     def parameters_of(self, key: Any) -> list[torch.Tensor]:
         """The trainable parameters that a call reaches by itself: those of its module."""
         return self.stages.parameters_of(key) if self.stages is not None else []
+
+
+def _nothing_to_watch() -> None:
+    pass
+
+
+class Turns(Protocol):
+    """Who runs when (see `smp.pp.executor`)."""
+
+    def pause(self, program: "Program") -> None:
+        """The program stands at a stop."""
+
+    def park(self, program: "Program") -> None:
+        """The program leaves the plan."""
+
+
+class _NoTurns:
+    def pause(self, program: "Program") -> None:
+        pass
+
+    park = pause
 
 
 def _no_backward(tensors: list[Any], gradients: list[Any]) -> None:
@@ -145,13 +177,18 @@ class StepContext:
         self.streams = streams
         self.seed = seed
         self.reach = reach
-        self.pause: Callable[[Program], None] = lambda program: None
+        self.turns: Turns = _NoTurns()
+        self.recorder = engine.recorder
+        self.waited = 0.0  # seconds spent waiting for messages
+        self.watch_state: Callable[[], None] = _nothing_to_watch
+        self.entangled = ""  # why
         self.written: list[Written] = []
         self._written_by_id: dict[int, Written] = {}
         self._sends: list[Request] = []
 
     def note_written(self, tensor: torch.Tensor, value: "Value") -> None:
         """A placed value was written into a plain tensor: it is known on `value.owner` only, until the step ends."""
+        self.entangle("a tensor that a microbatch writes is one that others can read")
         entry = self._written_by_id.get(id(tensor))
         if entry is None or entry.tensor() is not tensor:
             entry = self._written_by_id[id(tensor)] = Written(weakref.ref(tensor), value.owner)
@@ -165,11 +202,17 @@ class StepContext:
         entry = self._written_by_id.get(id(tensor))
         return None if entry is None or entry.tensor() is not tensor else entry.owner
 
+    def entangle(self, reason: str) -> None:
+        """Microbatches depend on each other beyond their gradients, so their forwards must not be interleaved."""
+        self.entangled = self.entangled or reason
+
     def root_seed(self, microbatch: int) -> int:
         return mix(self.seed, microbatch)
 
-    def send(self, tensor: torch.Tensor, stage: int, tag: int) -> None:
+    def send(self, tensor: torch.Tensor, stage: int, tag: int, what: str) -> None:
+        began = time.perf_counter()
         self._keep(self.engine.moves.isend(tensor, self.engine.ranks[stage], tag, Channel.MOVE))
+        self._note_send(began, stage, what, tensor)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, stage: int, tag: int, what: str) -> torch.Tensor:
         buffer = torch.empty(shape, dtype=dtype, device=self.engine.device)
@@ -178,7 +221,9 @@ class StepContext:
         return buffer
 
     def send_gradient(self, gradient: torch.Tensor | None, stage: int, tag: int) -> None:
+        began = time.perf_counter()
         self._keep(self.engine.moves.isend_optional(gradient, self.engine.ranks[stage], tag))
+        self._note_send(began, stage, "a gradient", gradient)
 
     def receive_gradient(self, shape: tuple[int, ...], dtype: torch.dtype, stage: int, tag: int) -> torch.Tensor | None:
         buffer = torch.empty(shape, dtype=dtype, device=self.engine.device)
@@ -190,7 +235,16 @@ class StepContext:
         self.engine.transport.send_object(obj, self.engine.ranks[stage], tag, Channel.MOVE)
 
     def receive_object(self, stage: int, tag: int, what: str) -> Any:
-        return self.engine.transport.recv_object(self.engine.ranks[stage], tag, Channel.MOVE)
+        began = time.perf_counter()
+        obj = self.engine.transport.recv_object(self.engine.ranks[stage], tag, Channel.MOVE)
+        self._note_wait(began, stage, what)
+        return obj
+
+    def _note_send(self, began: float, stage: int, what: str, tensor: torch.Tensor | None) -> None:
+        program = current.program
+        if self.recorder is not None and program is not None:
+            nbytes = 0 if tensor is None else tensor.numel() * tensor.element_size()
+            self.recorder.add(SpanKind.MOVE, program.index, 0, began, time.perf_counter(), what, stage, nbytes)
 
     def finish_sends(self) -> None:
         """Wait until every message of the step has left its buffer."""
@@ -207,9 +261,18 @@ class StepContext:
         program = current.program
         where = f"microbatch {program.index}: " if program is not None else ""
         source = self.engine.ranks[stage]
+        began = time.perf_counter()
         try:
             self.engine.monitor.wait(request.test, f"smp.step, {where}{what} from stage {stage}", [source])
         except CommError as error:
             if what in str(error):
                 raise
             raise CommError(f"{where}{what}: {error}") from error
+        self._note_wait(began, stage, what)
+
+    def _note_wait(self, began: float, stage: int, what: str) -> None:
+        now = time.perf_counter()
+        self.waited += now - began
+        program = current.program
+        if self.recorder is not None and program is not None:
+            self.recorder.add(SpanKind.WAIT, program.index, 0, began, now, what, stage)

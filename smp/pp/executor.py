@@ -1,16 +1,23 @@
 """Runs the programs of a step's microbatches in the order of an action list.
 
-One thread per microbatch, exactly one running: the main thread hands the turn to a program and waits until the program
-gives it back, at its pause before backward or at its end. A program that fails gives the turn back with its exception;
-the others are then unwound by an exception of their own, so that nothing of the step stays behind.
+One thread per microbatch, exactly one running. A program has the turn until it stands at its next stop; then it looks
+up whose turn is next and hands it over straight to that thread, or goes on when it is its own:
+
+    thread 0   F0 | hand to 1                    | B0 ...
+    thread 1          F1 | hand to 0 ........... |
+                    ^ a stop: an edge of the plan; without a plan, the first backward
+
+A program that leaves the plan is parked where it stands, as it is on every other rank; when the plan is through, parked
+programs finish one by one. A program that fails ends the step: the others are unwound by an exception of their own.
 """
 
 import contextvars
 import enum
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -18,17 +25,31 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from smp.bootstrap import AUTOCAST_DEVICES, device_state
 from smp.pp.placed import current
 from smp.pp.program import Program
+from smp.pp.record import SpanKind
 from smp.pp.schedule import Action, ActionKind
+
+_SPAN_KINDS = {
+    ActionKind.FORWARD: SpanKind.FORWARD,
+    ActionKind.BACKWARD: SpanKind.BACKWARD,
+    ActionKind.WEIGHT: SpanKind.WEIGHT,
+}
 
 
 class Phase(enum.Enum):
     """Where a microbatch's program stands."""
 
     NEW = enum.auto()
-    FORWARD = enum.auto()
+    RUNNING = enum.auto()
     PAUSED = enum.auto()
-    BACKWARD = enum.auto()
+    PARKED = enum.auto()  # it has left the plan
     ENDED = enum.auto()
+
+
+class Measured(NamedTuple):
+    """How long an action took on this rank, in seconds, without its waits."""
+
+    action: Action
+    seconds: float
 
 
 class _Unwind(BaseException):
@@ -36,60 +57,126 @@ class _Unwind(BaseException):
 
 
 class Turns:
-    """Hands turns to programs. `body(k)` is the step function on microbatch k."""
+    """Hands turns to programs. `body(k)` is the step function on microbatch k; `before(i)` is called ahead of action i.
 
-    def __init__(self, programs: Sequence[Program], body: Callable[[int], Any]) -> None:
+    After `run`, `left_plan` says whether a program did something else than planned, `measured` what actions took.
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        body: Callable[[int], Any],
+        actions: Sequence[Action],
+        before: Callable[[int], None],
+    ) -> None:
         self._programs = programs
         self._body = body
+        self._actions = actions
+        self._before = before
+        self._deferred = {action[1:] for action in actions if action.kind is ActionKind.WEIGHT}
         count = len(programs)
         self.phases = [Phase.NEW] * count
         self.outputs: list[Any] = [None] * count
+        self.measured: list[Measured] = []
+        self.left_plan = False
+        self._cursor = -1
         self._turn = [threading.Semaphore(0) for _ in range(count)]
-        self._given_back = threading.Semaphore(0)
+        self._over = threading.Semaphore(0)
         self._failure: BaseException | None = None
         self._unwinding = False
         self._threads: list[threading.Thread | None] = [None] * count
         self._state = ThreadState()
+        self._step = programs[0].step
+        self._began = self._waited = 0.0
 
-    def run(self, actions: Sequence[Action], before: Callable[[int], None]) -> list[Any]:
-        """Run all programs; `before(i)` is called ahead of action i. Returns what the step function returned."""
+    def run(self) -> list[Any]:
+        """Run all programs to their ends. Returns what the step function returned."""
         try:
-            for position, (kind, microbatch, _) in enumerate(actions):
-                before(position)
-                if kind is ActionKind.FORWARD:
-                    self._start(microbatch)
-                elif self.phases[microbatch] is Phase.PAUSED:
-                    self._resume(microbatch)
-                if self._failure is not None:
-                    raise self._failure
+            first = self._next()
+            assert first is not None
+            self._hand(first)
+            self._over.acquire()
+            if self._failure is not None:
+                raise self._failure
         finally:
             self._unwind()
         return self.outputs
 
     def pause(self, program: Program) -> None:
-        """Called by a program ahead of its first backward: gives the turn back and waits for the next one."""
+        """Called by a program at a stop: it goes on when its next turn comes."""
+        self._end_turn()
+        self._wait_for_turn(program, Phase.PAUSED)
+
+    def park(self, program: Program) -> None:
+        """Called by a program that leaves the plan: it goes on alone when the plan is through."""
+        self.left_plan = True
+        self._end_turn()
+        self._wait_for_turn(program, Phase.PARKED)
+
+    def _wait_for_turn(self, program: Program, phase: Phase) -> None:
         k = program.index
-        self.phases[k] = Phase.PAUSED
-        self._given_back.release()
-        self._turn[k].acquire()
-        if self._unwinding:
-            raise _Unwind
-        self.phases[k] = Phase.BACKWARD
+        self.phases[k] = phase
+        following = self._next()
+        assert following is not None, "a paused program has a turn to come"
+        if following != k:
+            states = self._step.streams.snapshot()
+            self._hand(following)
+            self._turn[k].acquire()
+            if self._unwinding:
+                raise _Unwind
+            self._step.streams.restore(states)
+        self.phases[k] = Phase.RUNNING
+        self._begin_turn()
 
-    def _start(self, k: int) -> None:
-        self.phases[k] = Phase.FORWARD
-        thread = threading.Thread(target=self._main, args=(k,), name=f"microbatch-{k}", daemon=True)
-        self._threads[k] = thread
-        thread.start()
-        self._given_back.acquire()
+    def _next(self) -> int | None:
+        """The microbatch whose turn is next; None when all have ended."""
+        while self._cursor + 1 < len(self._actions):
+            self._cursor += 1
+            action = self._actions[self._cursor]
+            self._before(self._cursor)
+            if action.kind is ActionKind.WEIGHT:
+                self._begin_turn()
+                self._programs[action.microbatch].run_deferred(action.segment)
+                self._end_turn()
+            elif self.phases[action.microbatch] in (Phase.NEW, Phase.PAUSED):
+                return action.microbatch
+        self._cursor = len(self._actions)
+        for program in self._programs:
+            if self.phases[program.index] is not Phase.ENDED:
+                program.leave_plan()
+                return program.index
+        return None
 
-    def _resume(self, k: int) -> None:
-        self._turn[k].release()
-        self._given_back.acquire()
+    def _begin_turn(self) -> None:
+        self._began, self._waited = time.perf_counter(), self._step.waited
+
+    def _end_turn(self) -> None:
+        if self._cursor == len(self._actions):
+            return
+        action, now = self._actions[self._cursor], time.perf_counter()
+        self.measured.append(Measured(action, now - self._began - (self._step.waited - self._waited)))
+        if self._step.recorder is not None:
+            self._step.recorder.add(_SPAN_KINDS[action.kind], action.microbatch, action.segment, self._began, now)
+        if action.kind is ActionKind.BACKWARD:
+            self._programs[action.microbatch].end_backward_turn(action.segment, action[1:] in self._deferred)
+
+    def _hand(self, k: int) -> None:
+        if self.phases[k] is Phase.NEW:
+            thread = threading.Thread(target=self._main, args=(k,), name=f"microbatch-{k}", daemon=True)
+            self._threads[k] = thread
+            thread.start()
+        else:
+            self._turn[k].release()
 
     def _main(self, k: int) -> None:
+        following = None
         try:
+            self.phases[k] = Phase.RUNNING
+            self._begin_turn()
             self._state.context.copy().run(self._run_program, k)
+            self.phases[k] = Phase.ENDED
+            self._end_turn()
+            following = self._next()
         except _Unwind:
             pass
         except BaseException as error:  # handed to the main thread, which raises it
@@ -97,7 +184,11 @@ class Turns:
         finally:
             current.program = current.streams = None
             self.phases[k] = Phase.ENDED
-            self._given_back.release()
+            if not self._unwinding:
+                if following is None:
+                    self._over.release()
+                else:
+                    self._hand(following)
 
     def _run_program(self, k: int) -> None:
         program = self._programs[k]
@@ -111,8 +202,11 @@ class Turns:
     def _unwind(self) -> None:
         self._unwinding = True
         for k, phase in enumerate(self.phases):
-            if phase is Phase.PAUSED:
-                self._resume(k)
+            if phase in (Phase.PAUSED, Phase.PARKED):
+                self._turn[k].release()
+                thread = self._threads[k]
+                assert thread is not None
+                thread.join()
         for thread in self._threads:
             if thread is not None:
                 thread.join()

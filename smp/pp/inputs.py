@@ -115,7 +115,7 @@ def _place(program: Program, leaf: Any) -> Any:
     if requires_grad:
         if local is not None:
             local.requires_grad_()
-        program.tape.add(CallNode("the argument", [], [value], [leaf] if here else None))
+        program.tape.add(CallNode("the argument", 0, [], [value], [leaf] if here else None))
     return Placed(value)
 
 

@@ -9,7 +9,7 @@ Every rank of the pipeline group runs the same program; only the owner of a call
     4. give back placed tensors; an input changed in place gets a new value
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,7 +21,9 @@ from smp.nested import flatten, unflatten
 from smp.pp import placed as glue
 from smp.pp.call import Call
 from smp.pp.engine import Engine, StepContext
+from smp.pp.journal import EVERYBODY, Edge, EdgeKind, Journal, Work
 from smp.pp.placed import GlueMode, Placed, Storage, Value, user_line
+from smp.pp.segments import Cut
 from smp.pp.special import SPECIAL, refuse
 from smp.pp.structure import SameObject, Structure, TensorInfo, agrees, describe
 from smp.pp.tape import CallNode, MoveNode, Node, Tape, saving_copies_of
@@ -50,6 +52,13 @@ class Program:
         self.mode = GlueMode(self)
         self.num_backwards = 0
         self.called_after_backward = False
+        self.journal: Journal | None = None  # filled while a program is recorded for a plan
+        self._backward_work: dict[int, Work] = {}
+        self._cut: Cut | None = None
+        self._stops: Iterator[int] = iter(())
+        self._next_stop: int | None = None
+        self._stops_at_backward = True
+        self._edge = -1
         self._order = 0
         self._next_tag = index % _MAX_MICROBATCHES * _TAGS_PER_MICROBATCH
         self._last_tag = self._next_tag + _TAGS_PER_MICROBATCH - 2
@@ -134,6 +143,44 @@ class Program:
         if self.engine.debug is not None:
             self.engine.debug.compare(self, "the end of the step function", ())
 
+    # -- turns ---------------------------------------------------------------------------------------------------------
+
+    def follow(self, cut: Cut) -> None:
+        """Stop where `cut` says, as long as the program does what it did when that was made."""
+        self._cut = cut
+        self._stops = iter(cut.stops[self.rank])
+        self._next_stop = next(self._stops, None)
+        self._stops_at_backward = False
+
+    def leave_plan(self) -> None:
+        """Run on without stops."""
+        self._cut = None
+        self._stops_at_backward = False
+
+    def run_deferred(self, segment: int) -> None:
+        """Gradients of weights that the backward of that segment has left for later."""
+
+    def end_backward_turn(self, segment: int, deferred: bool) -> None:
+        """A turn of the backward is over; whether a turn for its weights' gradients is to come."""
+
+    def _meet(self, kind: EdgeKind, source: int = EVERYBODY, dest: int = EVERYBODY, nbytes: int = 0) -> None:
+        """Called on every rank ahead of every edge, where the turn may pass on."""
+        index = self._edge = self._edge + 1
+        if self.journal is not None:
+            self.step.watch_state()
+            if kind is not EdgeKind.STRUCTURE:  # only some will be there in later steps, see _finish
+                self.journal.append(Edge(kind, source, dest, nbytes))
+        if self._cut is None:
+            if kind is EdgeKind.BACKWARD and self._stops_at_backward:
+                self.step.turns.pause(self)
+            return
+        expected = self._cut.edges[index] if index < len(self._cut.edges) else None
+        if expected is None or expected.kind is not kind or expected.source != source or expected.dest != dest:
+            self.step.turns.park(self)
+        elif index == self._next_stop:
+            self._next_stop = next(self._stops, None)
+            self.step.turns.pause(self)
+
     def known_value(self, leaf: Any) -> Value | None:
         """The value behind a result of the step function: also of a parameter, and of a tensor that was written to."""
         return self._value_of(leaf)
@@ -184,6 +231,13 @@ class Program:
 
     def _foreign(self, value: Value) -> Value:
         """A value of another microbatch (kept in an attribute): its data, as a constant."""
+        if self._cut is not None:
+            raise StepError(
+                f"{user_line()} uses a tensor that another microbatch has computed. It was kept in an attribute or a "
+                "global variable, and microbatches take turns at every move between stages: pass the tensor on as an "
+                "argument or a result, or set pipeline_parallel_degree to 1."
+            )
+        self.step.entangle("a microbatch reads what another one has computed")
         local = None if value.local is None else value.local.detach()
         return Value(value.owner, self, value.shape, value.stride, value.dtype, False, local)
 
@@ -203,6 +257,8 @@ class Program:
             self.engine.debug.compare(self, call.name, signature)
         call.arrived = [None if value is None else self.move(value, call.owner, call.name) for value in call.values]
         known = self.engine.structures.get(signature)
+        if self.journal is not None:
+            self.journal.append(Work(call.owner, call.estimate(self.engine.costs).forward))
         if self.rank == call.owner:
             return self._run(call, signature, known)
         if known is None or known.dynamic:
@@ -232,6 +288,7 @@ class Program:
             changed = known.buffers if known is not None else self.engine.buffers_written(call.key, buffers)
             function_name = call.name if call.is_function else None
             known, results = describe(result, inputs, written, function_name, draws, changed)
+            self._meet(EdgeKind.STRUCTURE, self.rank)  # before it is remembered: other ranks may park here, too
             self.engine.remember(signature, known)
             self._send_structure(known)
         else:
@@ -280,9 +337,13 @@ class Program:
                 given.append(Placed(made[index]))
                 if info.requires_grad:
                     outputs.append((made[index], tensor))
+        if self.journal is not None and structure.dynamic:
+            self.journal.append(Edge(EdgeKind.STRUCTURE, call.owner))
         if outputs:
             self._record(self._node(call, outputs))
         for buffer in structure.buffers:
+            if self.engine.moves_buffer(buffer, call.owner):
+                self.step.entangle(f"buffer '{buffer}' is written on one stage and read on another")
             for stale in self.engine.adopt_written(buffer, call.owner):
                 self._known.pop(stale, None)
         self.engine.moves.progress()
@@ -291,11 +352,15 @@ class Program:
     def _node(self, call: Call, outputs: list[tuple[Value, torch.Tensor | None]]) -> CallNode:
         inputs = [value for value in call.arrived if value is not None and value.requires_grad]
         parameters = [value.parameter for value in inputs if value.parameter is not None]
-        if self.rank != call.owner:
-            return CallNode(call.name, inputs, [value for value, _ in outputs], None, parameters)
-        parameters += self.engine.parameters_of(call.key)
-        real = [tensor for _, tensor in outputs if tensor is not None]
-        return CallNode(call.name, inputs, [value for value, _ in outputs], real, parameters)
+        real = None
+        if self.rank == call.owner:
+            parameters += self.engine.parameters_of(call.key)
+            real = [tensor for _, tensor in outputs if tensor is not None]
+        node = CallNode(call.name, call.owner, inputs, [value for value, _ in outputs], real, parameters)
+        if self.journal is not None:
+            estimate = call.estimate(self.engine.costs)
+            self._backward_work[id(node)] = Work(call.owner, estimate.backward, estimate.weight)
+        return node
 
     def _new_value(self, info: TensorInfo, tensor: torch.Tensor | None, owner: int, storage: Storage | None) -> Value:
         local = None
@@ -338,6 +403,7 @@ class Program:
         """A plain tensor that a placed value was written into: from now on it lives where it was written."""
         local = leaf if owner == self.rank else None
         if self.engine.adopt_buffer(leaf, owner):
+            self.step.entangle("a buffer is written outside the modules")
             value = Value(owner, self, info.shape, info.stride, info.dtype, False, local, Storage(of_buffer=True))
             value.parameter = leaf
         else:
@@ -369,6 +435,7 @@ class Program:
                 self.step.send_object(structure, stage, tag)
 
     def _receive_structure(self, call: Call) -> Structure:
+        self._meet(EdgeKind.STRUCTURE, call.owner)
         what = f"the result's structure of '{call.name}'"
         structure: Structure = self.step.receive_object(call.owner, self._tag(), what)
         return structure
@@ -379,11 +446,12 @@ class Program:
             return value
         copy = value.copies.get(stage)
         if copy is None or copy.version != copy.storage.version:
+            self._meet(EdgeKind.MOVE, value.owner, stage, value.numel * value.dtype.itemsize)
             tag = self._tag()
             local = None
             if self.rank == value.owner:
                 assert value.local is not None
-                self.step.send(value.local.detach(), stage, tag)
+                self.step.send(value.local.detach(), stage, tag, f"an input of '{reader}'")
             elif self.rank == stage:
                 local = self.step.receive(value.shape, value.dtype, value.owner, tag, f"an input of '{reader}'")
                 local.requires_grad_(value.requires_grad)
@@ -421,8 +489,8 @@ class Program:
         self.num_backwards += 1
         seed = self.step.streams.current()
         if self.num_backwards == 1:
-            self.step.pause(self)
-        self.on_plain_tensors("backward", self.tape.backward, (seeds, self._send_gradient, self._receive_gradient), {})
+            self._meet(EdgeKind.BACKWARD)
+        self.on_plain_tensors("backward", self.tape.backward, (seeds, self), {})
         self.step.streams.leave(seed)
 
     def _seed(self, value: Value, gradient: Any, scale: float) -> torch.Tensor | None:
@@ -434,10 +502,24 @@ class Program:
             return torch.full(value.shape, scale, dtype=value.dtype, device=self.device)
         return gradient.detach() * scale
 
-    def _send_gradient(self, node: MoveNode, gradient: torch.Tensor | None) -> None:
+    # What the tape asks for on its way back.
+
+    def meets(self, node: MoveNode) -> None:
+        """The gradient of a move goes back, on whichever stages."""
+        value = node.copy
+        self._meet(EdgeKind.GRADIENT, value.owner, node.source.owner, value.numel * value.dtype.itemsize)
+
+    def runs(self, node: CallNode) -> None:
+        """The backward of a call runs on its stage."""
+        if self.journal is not None:
+            self.journal.append(self._backward_work.pop(id(node), Work(node.owner, 0.0)))
+
+    def send(self, node: MoveNode, gradient: torch.Tensor | None) -> None:
+        """The gradient of a moved value goes back to where it came from."""
         self.step.send_gradient(gradient, node.source.owner, node.tag + 1)
 
-    def _receive_gradient(self, node: MoveNode) -> torch.Tensor | None:
+    def receive(self, node: MoveNode) -> torch.Tensor | None:
+        """Wait for it there."""
         return self.step.receive_gradient(node.source.shape, node.source.dtype, node.copy.owner, node.tag + 1)
 
 

@@ -19,8 +19,9 @@ from smp.pp.inputs import place_arguments, share_arguments, share_outputs, share
 from smp.pp.intercept import intercepted
 from smp.pp.microbatch import merge_outputs, split_arguments
 from smp.pp.placed import current
+from smp.pp.plan import Known, Planner, StateWatch, kind_of
 from smp.pp.program import Program
-from smp.pp.schedule import ActionKind, phase_order
+from smp.pp.schedule import Action, ActionKind, phase_order
 from smp.runtime import Runtime
 from smp.topology import CommGroup
 
@@ -84,6 +85,7 @@ class _StepFunction:
         # Whether every microbatch of the last run had one backward and no forward after it: then a parameter that no
         # unfinished node reaches is done, and its reduction may start while the step still runs.
         self._single_backward = False
+        self._planner = Planner(function.__qualname__)
         self._durations: list[float] = []  # of the first three training steps, in seconds
 
     def _check_names(self) -> None:
@@ -197,19 +199,23 @@ class _StepFunction:
         model._calls_replaced = stack.enter_context(ExitStack())
         model._replace_calls()
 
-        turns = Turns(programs, lambda k: body(place_arguments(programs[k], parts[k])))
-        context.pause = turns.pause
-        actions = phase_order(count, rt.config.active_microbatches)
-        backwards_only = next(
-            i for i in range(len(actions) + 1) if all(a.kind is ActionKind.BACKWARD for a in actions[i:])
-        )
+        kind = kind_of(parts[0], count, model.module)
+        known = self._planner.find(kind)
+        actions = self._prepare(rt, programs, known, count)
+        backwards_only = max((i + 1 for i, a in enumerate(actions) if a.kind is ActionKind.FORWARD), default=0)
 
         def before(position: int) -> None:
-            if position == backwards_only and self._single_backward:
+            if position == backwards_only and self._single_backward and not turns.left_plan:
                 model._seal(reach)
 
-        outputs = turns.run(actions, before)
+        turns = Turns(programs, lambda k: body(place_arguments(programs[k], parts[k])), actions, before)
+        context.turns = turns
+        outputs = turns.run()
         self._single_backward = all(p.num_backwards == 1 and not p.called_after_backward for p in programs)
+        if known is None and engine.debug is None:
+            self._planner.learn(kind, rt, [p.journal or [] for p in programs], context.entangled)
+        elif turns.left_plan:
+            self._planner.failed(kind)
         for program in programs:
             program.tape.clear()
         shared = share_outputs(engine, programs, outputs)
@@ -219,6 +225,20 @@ class _StepFunction:
         share_written(engine, rt.group(CommGroup.PP_GROUP), programs, context.written)
         model._end_step()
         return shared
+
+    def _prepare(self, rt: Runtime, programs: list[Program], known: Known | None, count: int) -> Sequence[Action]:
+        """Let the programs follow the plan, or be recorded for one. Returns the order of this rank's actions."""
+        engine, context = programs[0].engine, programs[0].step
+        engine.last_plan = known.plan if known is not None else None
+        if known is not None and known.plan is not None:
+            for program, cut in zip(programs, known.cuts, strict=True):
+                program.follow(cut)
+            return known.plan.actions[engine.rank]
+        if known is None and engine.debug is None:
+            for program in programs:
+                program.journal = []
+            context.watch_state = _Watch(context)
+        return phase_order(count, rt.config.active_microbatches)
 
     def _share(
         self, rt: Runtime, engine: Engine, arguments: dict[str, Any], count: int, seed: int
@@ -236,6 +256,23 @@ class _StepFunction:
         group = rt.group(CommGroup.PP_GROUP)
         shared, seed = share_arguments(engine, group, arguments, problem, seed)
         return split_arguments(shared, count, self._non_split, self._axes), seed
+
+
+class _Watch:
+    """Watches for state that the code between modules keeps, once there are stages."""
+
+    def __init__(self, context: StepContext) -> None:
+        self._context = context
+        self._state: StateWatch | None = None
+
+    def __call__(self) -> None:
+        if self._context.entangled:
+            return
+        if self._state is None:
+            if self._context.engine.stages is not None:
+                self._state = StateWatch(self._context.engine.stages)
+        else:
+            self._context.entangle(self._state.changed())
 
 
 def _salt(rt: Runtime) -> int:

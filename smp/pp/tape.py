@@ -16,6 +16,7 @@ nodes take part is decided from structure alone, the same on every rank.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -28,6 +29,7 @@ class CallNode:
     """One call. On its owner `real` are the outputs with their autograd graph, elsewhere None."""
 
     name: str
+    owner: int
     inputs: list[Value]
     outputs: list[Value]
     real: list[torch.Tensor] | None
@@ -48,6 +50,22 @@ class MoveNode:
 Node = CallNode | MoveNode
 
 
+class Backward(Protocol):
+    """What a walk back over the tape asks its program for."""
+
+    def meets(self, node: MoveNode) -> None:
+        """Ahead of every gradient that goes from stage to stage, on every rank."""
+
+    def runs(self, node: CallNode) -> None:
+        """Ahead of every call's backward, on every rank."""
+
+    def send(self, node: MoveNode, gradient: torch.Tensor | None) -> None:
+        """Return a moved value's gradient to where it came from."""
+
+    def receive(self, node: MoveNode) -> torch.Tensor | None:
+        """Wait for it there."""
+
+
 class Tape:
     """Nodes in program order. `on_release(node)` is told of every node that can produce no more gradients."""
 
@@ -62,16 +80,10 @@ class Tape:
     def add(self, node: Node) -> None:
         self._nodes.append(node)
 
-    def backward(
-        self,
-        seeds: list[tuple[Value, torch.Tensor | None]],
-        send: Callable[[MoveNode, torch.Tensor | None], None],
-        receive: Callable[[MoveNode], torch.Tensor | None],
-    ) -> None:
+    def backward(self, seeds: list[tuple[Value, torch.Tensor | None]], program: "Backward") -> None:
         """Walk from the end; `seeds` are values with their gradients (None on ranks that do not own the value).
 
-        `send` returns a moved value's gradient to where it came from, `receive` waits for it there. Nodes that no seed
-        reaches stay on the tape for a later backward.
+        Nodes that no seed reaches stay on the tape for a later backward.
         """
         reached: set[Value] = set()
         for value, gradient in seeds:
@@ -90,15 +102,17 @@ class Tape:
                     self._reach(reached, value)
                 for value in node.outputs:
                     value.spent = True
+                program.runs(node)
                 if node.real is not None:
                     _run(node)
             else:
                 self._reach(reached, node.source)
+                program.meets(node)
                 if self._rank == node.copy.owner:
-                    send(node, final_gradient(node.copy))
+                    program.send(node, final_gradient(node.copy))
                     _free(node.copy)
                 elif self._rank == node.source.owner:
-                    gradient = receive(node)
+                    gradient = program.receive(node)
                     if gradient is not None:
                         _accumulate(node.source, gradient)
                 if node.source.parameter is None:

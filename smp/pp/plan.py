@@ -1,0 +1,178 @@
+"""Decides the order of a step's work, and remembers it.
+
+    first step of its kind     phase order, every program recorded
+    after it                   journals -> segments -> simulate -> plan, agreed by all ranks of the model
+    later steps                the plan; a program that does something else is parked, and the kind recorded anew
+
+Steps are of one kind when the same function gets tensors of the same shapes in the same modes. What a step must not do
+to be planned: let microbatches depend on each other while their forwards run (`StateWatch`, `StepContext.entangle`).
+Such steps keep the phase order, in which the forward of a microbatch is never interrupted.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp import log
+from smp.nested import flatten
+from smp.pp.journal import Journal
+from smp.pp.schedule import Action
+from smp.pp.segments import Cut, cut
+from smp.pp.simulate import Plan, Policy, simulate
+from smp.pp.stages import StageMap
+from smp.runtime import Runtime
+from smp.topology import CommGroup
+
+MAX_KINDS = 256
+# So many plans may fail on a kind of step before it keeps the phase order.
+MAX_FAILURES = 3
+# What a message and an action cost beside the work, in seconds and bytes per second: they matter little to the order.
+LATENCY, BANDWIDTH, OVERHEAD = 50e-6, 5e9, 50e-6
+
+
+@dataclass
+class Known:
+    """What is known of one kind of step: its plan, or none while it keeps the phase order."""
+
+    plan: Plan | None
+    cuts: list[Cut] = field(default_factory=list)
+
+
+class Planner:
+    """The plans of one step function on this rank."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._known: dict[Any, Known] = {}
+        self._failures: dict[Any, int] = {}
+
+    def find(self, kind: Any) -> Known | None:
+        """What is known of steps of this kind; None: to be recorded."""
+        return self._known.get(kind)
+
+    def learn(self, kind: Any, rt: Runtime, journals: Sequence[Journal], entangled: str) -> None:
+        """Plan steps of this kind. A collective over the ranks of one model, which agree on the plan."""
+        cuts: list[Cut] = []
+        cached: dict[tuple[Any, ...], Cut] = {}
+        for journal in journals:
+            key = tuple(journal)
+            if key not in cached:
+                cached[key] = cut(journal, rt.topology.pp_size)
+            cuts.append(cached[key])
+        plan = None
+        if not entangled and len(cuts) > 1:
+            plan = make_plan(cuts, rt)
+        digest = hashlib.sha256(repr((plan and plan.actions, [c.stops for c in cuts])).encode()).hexdigest()
+        answers = rt.transport.all_gather_object(
+            (digest, entangled), rt.group(CommGroup.MP_GROUP), "smp.step, the plan"
+        )
+        reason = next((answer[1] for answer in answers if answer[1]), "")
+        if not reason and any(answer[0] != digest for answer in answers):
+            reason = "ranks do different things in it"
+        if reason:
+            log.info_rank0(
+                "%s: microbatches run one phase after the other, which leaves stages idle, because %s",
+                self._name,
+                reason,
+            )
+        self._known[kind] = Known(None if reason else plan, cuts)
+        if len(self._known) > MAX_KINDS:
+            del self._known[next(iter(self._known))]
+
+    def failed(self, kind: Any) -> None:
+        """A program did something else than planned, on every rank alike."""
+        self._failures[kind] = self._failures.get(kind, 0) + 1
+        if self._failures[kind] < MAX_FAILURES:
+            del self._known[kind]
+            return
+        self._known[kind] = Known(None)
+        log.info_rank0(
+            "%s: what it does changes from step to step, so its microbatches run one phase after the other", self._name
+        )
+
+
+def make_plan(cuts: Sequence[Cut], rt: Runtime) -> Plan:
+    """The plan that the configuration asks for."""
+    policy = Policy(rt.config.pipeline) if rt.config.pipeline != "auto" else Policy.INTERLEAVED
+    if policy is Policy.FORWARD_ONLY:
+        policy = Policy.INTERLEAVED  # backward is refused by the model
+    return simulate(
+        [c.cost for c in cuts],
+        rt.topology.pp_size,
+        rt.config.active_microbatches,
+        policy,
+        latency=LATENCY,
+        bandwidth=BANDWIDTH,
+        overhead=OVERHEAD,
+    )
+
+
+def kind_of(arguments: dict[str, Any], count: int, root: nn.Module) -> Any:
+    """What a plan depends on beside the step function; equal on all ranks of a pipeline."""
+    leaves, spec = flatten(arguments, keep_tensorless=True)
+    shapes = tuple(
+        (tuple(leaf.shape), leaf.dtype)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        if isinstance(leaf, bool | str | None)
+        else type(leaf)
+        for leaf in leaves
+    )
+    flags = hash(
+        (
+            tuple(module.training for module in root.modules()),
+            tuple(parameter.requires_grad for parameter in root.parameters()),
+        )
+    )
+    return (count, spec, shapes, flags, torch.is_grad_enabled())
+
+
+class StateWatch:
+    """Sees whether the code between modules keeps state in the modules while a microbatch's forward runs.
+
+    If it does, another microbatch whose turn comes in the middle of that forward would see it.
+    """
+
+    def __init__(self, stages: StageMap) -> None:
+        self._modules = [m for name, m in stages.root.named_modules() if stages.assignment.get(name) is None]
+        self._before = self._state()
+
+    def changed(self) -> str:
+        """The name of an attribute that is another one than when the watch began; empty when there is none."""
+        for (module, before), (_, now) in zip(self._before, self._state(), strict=True):
+            if len(before) != len(now):
+                return f"{type(module).__name__} gets or loses attributes in its forward"
+            for name, value in before.items():
+                if now.get(name, self) is not value and not _same(now.get(name), value):
+                    return f"{type(module).__name__}.{name} changes in its forward"
+        return ""
+
+    def _state(self) -> list[tuple[nn.Module, dict[str, Any]]]:
+        found = []
+        for module in self._modules:
+            state: dict[str, Any] = {}
+            for name, value in module.__dict__.items():
+                if name == "_call_impl":
+                    continue
+                if name in ("_parameters", "_buffers", "_modules"):
+                    state.update({f"{name[1:]} {key}": entry for key, entry in value.items()})
+                elif isinstance(value, list | set | dict) and not name.startswith("_"):
+                    state[name] = value
+                    state[f"{name} (its contents)"] = len(value)
+                else:
+                    state[name] = value
+            found.append((module, state))
+        return found
+
+
+def _same(a: Any, b: Any) -> bool:
+    return isinstance(a, int) and isinstance(b, int) and a == b
+
+
+def actions_of(plan: Plan, stage: int) -> Sequence[Action]:
+    """What a stage runs, in order."""
+    return plan.actions[stage]

@@ -1,0 +1,316 @@
+"""Steps run by a plan: what is planned is what runs, and what cannot be planned is still right."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import smp
+from smp import StepError
+from smp.pp.executor import Turns
+from smp.pp.journal import Edge, EdgeKind, Work
+from smp.pp.schedule import ActionKind, to_text
+from smp.pp.segments import cut
+from tests.harness import on_ranks
+from tests.pp.reference import Net, check, linear, same, start, vectors, wrap
+
+CHAIN = {"a": 0, "b": 1}
+
+
+def chain(forward=lambda net, x: net.b(net.a(x)).pow(2).mean(), **more):
+    return Net(forward, a=linear(seed=1), b=linear(seed=2), **more)
+
+
+def plan_of(model):
+    return model.engine.last_plan
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays() -> None:
+    yield
+    assert not [t for t in threading.enumerate() if t.name.startswith("microbatch-")]
+
+
+# -- cutting a journal -------------------------------------------------------------------------------------------------
+
+
+def test_a_chain_is_cut_where_stages_wait() -> None:
+    """A segment too many is a turn too many; one too few makes a stage wait in the middle of its turn."""
+    journal = [
+        Work(0, 1.0),
+        Edge(EdgeKind.MOVE, 0, 1, 8),
+        Work(1, 2.0),
+        Edge(EdgeKind.BACKWARD),
+        Work(1, 4.0, 2.0),
+        Edge(EdgeKind.GRADIENT, 1, 0, 8),
+        Work(0, 2.0, 1.0),
+    ]
+    result = cut(journal, 2)
+    drawn = [(s.stage, s.kind.value, s.duration, s.waits, s.sends, s.weight) for s in result.cost.segments]
+    assert drawn == [
+        (0, "F", 1.0, (), ((0, 1.0),), 0.0),
+        (1, "F", 2.0, (0,), (), 0.0),
+        (1, "B", 4.0, (), ((1, 4.0),), 2.0),
+        (0, "B", 2.0, (1,), (), 1.0),
+    ]
+    assert result.stops == ((1,), (1,))
+
+
+def test_a_stage_that_only_follows_has_one_turn() -> None:
+    """A stage without work still has to run the program to its end, once."""
+    journal = [Work(0, 1.0), Edge(EdgeKind.MOVE, 0, 1), Work(1, 1.0), Edge(EdgeKind.BACKWARD), Work(1, 1.0)]
+    result = cut(journal, 3)
+    assert [s.stage for s in result.cost.segments].count(2) == 1
+    assert result.stops[2] == () and result.stops[0] == ()
+
+
+def test_what_everybody_waits_for_reaches_everybody() -> None:
+    """A number read from a placed value is a message to each stage: without it a plan could deadlock."""
+    journal = [Work(1, 1.0), Edge(EdgeKind.STRUCTURE, 1), Work(0, 1.0), Work(2, 1.0)]
+    result = cut(journal, 3)
+    waits = {s.stage: s.waits for s in result.cost.segments}
+    assert waits[0] == (0,) and waits[2] == (1,) and waits[1] == ()
+    assert [(m.source, m.dest) for m in result.cost.messages] == [(1, 0), (1, 2)]
+
+
+# -- running -----------------------------------------------------------------------------------------------------------
+
+
+def recorded(monkeypatch):
+    """The actions that this rank ran, step by step."""
+    ran = []
+    run = Turns.run
+
+    def recording(self):
+        outputs = run(self)
+        ran.append(to_text(m.action for m in self.measured))
+        return outputs
+
+    monkeypatch.setattr(Turns, "run", recording)
+    return ran
+
+
+DRAWN = {
+    "interleaved": ("F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"),
+    "simple": ("F0 F1 F2 F3 B0 B1 B2 B3",) * 2,
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("pipeline", list(DRAWN))
+def test_what_is_planned_is_what_runs(pipeline):
+    """A failure means that the plan is for show, or that arrival decides the order."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        ran = recorded(monkeypatch)
+        model = check(chain(), CHAIN, count=4, steps=3, pipeline=pipeline)
+    assert ran[0] == "F0 F1 F2 F3 B0 B1 B2 B3"  # until there is a plan
+    assert ran[1] == ran[2] == DRAWN[pipeline][smp.pp_rank()] == to_text(plan_of(model).actions[smp.pp_rank()])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("active", [1, 2, 3])
+def test_no_more_microbatches_are_in_flight_than_allowed(active):
+    """A failure means that memory grows beyond what the user has set."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        ran = recorded(monkeypatch)
+        check(chain(), CHAIN, count=6, steps=3, pipeline="simple", active_microbatches=active)
+    for text in ran:
+        in_flight = most = 0
+        for word in text.split():
+            in_flight += 1 if word[0] == "F" else -1
+            most = max(most, in_flight)
+        assert most == active, text
+
+
+@on_ranks(2)
+def test_a_model_that_goes_back_and_forth_is_planned():
+    """More than one visit to a stage is more than one segment there."""
+    model = check(
+        Net(lambda net, x: (net.a(net.b(net.a(x))) + net.b(x)).pow(2).mean(), a=linear(seed=1), b=linear(seed=2)),
+        CHAIN,
+        count=4,
+        steps=3,
+    )
+    kinds = [action.kind for action in plan_of(model).actions[0] if action.microbatch == 0]
+    assert kinds.count(ActionKind.FORWARD) > 1
+
+
+@on_ranks(2)
+def test_state_kept_between_modules_keeps_the_phase_order():
+    """Its forward must not be interrupted: another microbatch would overwrite what it keeps."""
+
+    def forward(net, x):
+        net.kept = net.a(x)
+        y = net.b(net.kept)
+        y = net.a(y) + net.kept
+        return net.b(y).pow(2).mean()
+
+    model = check(chain(forward), CHAIN, count=4, steps=3)
+    assert plan_of(model) is None
+
+
+@on_ranks(2)
+def test_a_buffer_written_between_modules_keeps_the_phase_order():
+    """The same for buffers, whose owner changes with the write."""
+
+    def forward(net, x):
+        y = net.a(x)
+        net.total += y.detach().sum(0)
+        return (net.b(y) + net.total).pow(2).mean()
+
+    model = check(chain(forward, total=torch.zeros(4)), CHAIN, count=3, steps=3)
+    assert plan_of(model) is None
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("period", [2, 7])
+def test_a_program_that_changes_leaves_the_plan(period):
+    """A branch that a plan does not know must end the step neither in a hang nor in a wrong gradient."""
+    calls = [0]
+
+    def forward(net, x, call):
+        y = net.c(net.b(net.a(x)))
+        if call % period == 0:
+            y = net.a(net.c(y)) + net.b(y)
+        return y.pow(2).mean()
+
+    start(3, microbatches=4)
+    plain = Net(forward, a=linear(seed=1), b=linear(seed=2), c=linear(seed=3)).double()
+    module = copy.deepcopy(plain)
+    model = wrap(module, {"a": 0, "b": 1, "c": 2})
+
+    @smp.step
+    def train(x):
+        calls[0] += 1
+        loss = model(x, calls[0])
+        model.backward(loss)
+        return loss
+
+    for step in range(6):
+        x = vectors(8, seed=step)["x"]
+        calls[0] = 10 * step
+        train(x)
+        for k in range(4):
+            (plain(x.chunk(4)[k], 10 * step + k + 1) / 4).backward()
+        for name, parameter in model.local_named_parameters():
+            same(parameter.grad, dict(plain.named_parameters())[name].grad, f"step {step}: {name}")
+
+
+@on_ranks(2)
+def test_a_branch_on_a_value_leaves_the_plan_and_stays_right():
+    """Which microbatch takes which branch changes with the data, from step to step."""
+
+    def forward(net, x):
+        y = net.a(x)
+        if y.sum() > 0:
+            y = net.b(y)
+        return net.b(net.a(y)).pow(2).mean()
+
+    check(chain(forward), CHAIN, count=4, steps=6)
+
+
+@on_ranks(2)
+def test_other_shapes_are_planned_anew():
+    """A plan for one batch must not be held against another one."""
+    start(2, microbatches=2)
+    module = chain().double()
+    plain = copy.deepcopy(module)
+    model = wrap(module, CHAIN)
+
+    @smp.step
+    def train(x):
+        loss = model(x)
+        model.backward(loss)
+        return loss
+
+    for step, number in enumerate([4, 4, 6, 6, 4, 6]):
+        x = vectors(number, seed=step)["x"]
+        train(x)
+        for part in x.chunk(2):
+            (plain(part) / 2).backward()
+        assert (plan_of(model) is None) == (step in (0, 2))
+    for name, parameter in model.local_named_parameters():
+        same(parameter.grad, dict(plain.named_parameters())[name].grad, name)
+
+
+@on_ranks(2)
+def test_random_numbers_between_modules_do_not_depend_on_the_order():
+    """Turns pass in the middle of a stream: what glue code draws must not shift."""
+
+    def forward(net, x):
+        y = net.b(F.dropout(net.a(x), 0.5))
+        y = net.a(y + torch.rand(4, dtype=y.dtype))
+        return net.b(F.dropout(y, 0.5)).pow(2).mean()
+
+    losses = []
+    for pipeline in ("interleaved", "simple"):
+        start(2, microbatches=4, pipeline=pipeline)
+        model = wrap(chain(forward).double(), CHAIN)
+
+        @smp.step
+        def train(x, model=model):
+            loss = model(x)
+            model.backward(loss)
+            return loss
+
+        torch.manual_seed(3)
+        losses.append([train(vectors(8)["x"]).stack() for _ in range(3)])
+        assert plan_of(model) is not None
+    for a, b in zip(*losses, strict=True):
+        assert torch.equal(a, b)
+
+
+@on_ranks(2)
+def test_a_tensor_of_another_microbatch_is_refused_when_the_plan_would_mix_them():
+    """Silently its gradient would be lost, or depend on the schedule."""
+    kept = {}
+
+    def forward(net, x):
+        y = net.b(net.a(x))
+        if kept.get("on"):
+            kept.setdefault("y", y)
+            y = y + kept["y"]
+        return net.a(y).pow(2).mean()
+
+    start(2, microbatches=3)
+    model = wrap(chain(forward).double(), CHAIN)
+
+    @smp.step
+    def train(x):
+        loss = model(x)
+        model.backward(loss)
+        return loss
+
+    train(vectors(6)["x"])
+    kept["on"] = True
+    with pytest.raises(StepError, match="another microbatch has computed"):
+        train(vectors(6)["x"])
+
+
+@on_ranks(2)
+def test_an_error_in_a_planned_step_reaches_the_caller():
+    """A failure means a hang in a thread that waits for its turn."""
+    fail = []
+
+    def forward(net, x):
+        y = net.b(net.a(x))
+        if fail:
+            raise ValueError("on purpose")
+        return y.pow(2).mean()
+
+    start(2, microbatches=4)
+    model = wrap(chain(forward).double(), CHAIN)
+
+    @smp.step
+    def train(x):
+        loss = model(x)
+        model.backward(loss)
+        return loss
+
+    for _ in range(2):
+        train(vectors(8)["x"])
+    fail.append(True)
+    with pytest.raises(ValueError, match="on purpose"):
+        train(vectors(8)["x"])
