@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.figures import FIGURES
+from benchmarks.picture import draw
 from benchmarks.rows import Row, rows
 from benchmarks.statistics import paired_ratio
 from benchmarks.worlds import Block, Side, World, worlds
@@ -106,6 +108,32 @@ def show(result: dict[str, Any]) -> None:
     )
 
 
+def run_figure(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Measures a figure and prints it."""
+    found = {**FIGURES[name](config), "load": os.getloadavg()[0]}
+    print(f"\n{name}: {found['title']}")
+    for stage in found.get("stages", []):
+        print("  " + ", ".join(f"{key} {value:,.6g}" for key, value in stage.items()))
+    for side, seconds in found.get("seconds", {}).items():
+        print(f"  {side:32} {seconds:.3f} s")
+    mark = "reached" if found["reached"] else "MISSED"
+    print(
+        f"  {found['value']:.3f} {found['unit']}, to reach {found['limit']:g}: {mark}; load {found['load']:.1f}",
+        flush=True,
+    )
+    return found
+
+
+def keep(found: dict[str, Any], path: Path, names: list[str]) -> None:
+    """Puts a row's result into the file, in place of an earlier one, and draws the picture anew."""
+    earlier = json.loads(path.read_text())["rows"] if path.exists() else []
+    rows = {row["row"]: row for row in [*earlier, found] if row["row"] in names}
+    results = sorted(rows.values(), key=lambda row: names.index(row["row"]))
+    machine = {"processors": os.cpu_count(), "machine": platform.machine(), "torch": torch.__version__}
+    path.write_text(json.dumps({"machine": machine, "rows": results}, indent=1) + "\n")
+    draw(results, path.with_suffix(".png"))
+
+
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -121,15 +149,19 @@ def main() -> None:
     """Runs what the command line asks for."""
     args = parse()
     every = rows(args.config)
-    wanted = args.row.split(",") if args.row else [row.name for row in every]
-    unknown = set(wanted) - {row.name for row in every}
+    names = [*(row.name for row in every), *FIGURES]
+    wanted = args.row.split(",") if args.row else names
+    unknown = set(wanted) - set(names)
     if unknown:
-        raise SystemExit(f"no rows {sorted(unknown)}; there are {', '.join(row.name for row in every)}")
+        raise SystemExit(f"no rows {sorted(unknown)}; there are {', '.join(names)}")
     begin = time.monotonic()
-    results = [run_row(row, args.repeats, args.rounds) for row in every if row.name in wanted]
-    machine = {"processors": os.cpu_count(), "machine": platform.machine(), "torch": torch.__version__}
-    args.out.write_text(json.dumps({"machine": machine, "rows": results}, indent=1) + "\n")
-    print(f"\n{time.monotonic() - begin:.0f} s; {args.out}")
+    for row in every:
+        if row.name in wanted:
+            keep(run_row(row, args.repeats, args.rounds), args.out, names)
+    for name in FIGURES:
+        if name in wanted:
+            keep(run_figure(name, args.config), args.out, names)
+    print(f"\n{time.monotonic() - begin:.0f} s; {args.out}, {args.out.with_suffix('.png')}")
 
 
 if __name__ == "__main__":
