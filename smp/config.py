@@ -60,6 +60,8 @@ class Config(BaseModel):
     memory_weight: float = Field(
         default_factory=lambda seen: 0.2 if seen.get("optimize") == "speed" else 0.8, ge=0, le=1, allow_inf_nan=False
     )
+    skip_tracing: bool = False
+    use_times: bool = False
     load_partition: bool = False
     partition_file: str | None = None
     # Tensor parallelism
@@ -82,13 +84,11 @@ class Config(BaseModel):
     sdp_hierarchical_allgather: bool = True
     sdp_gradient_clipping: float = Field(1.0, ge=0, allow_inf_nan=False)
     # Accepted for the sake of existing scripts (see NO_EFFECT)
-    skip_tracing: bool = False
     static_mode: bool = False
     fast_mode: bool = False
     deterministic_server: bool = False
     delayed_parameter_initialization: bool = False
     contiguous: bool = True
-    use_times: bool = False
     match_weights: bool = False
 
     @property
@@ -146,13 +146,10 @@ class Config(BaseModel):
 
 # Keys that are accepted and change nothing, with the reason.
 NO_EFFECT = {
-    "skip_tracing": "the partition is made from parameter counts, nothing is traced",
     "static_mode": "the order of work is always the same on every rank",
     "fast_mode": "values are always moved straight from their owner",
     "deterministic_server": "there is no server; the order of work never depends on arrival",
     "contiguous": "a stage is always a contiguous range in execution order",
-    "use_times": "the partition is made from parameter counts",
-    "memory_weight": "the partition is made from parameter counts",
     "optimize": "it says how distributed transformer layers communicate, and those are still to come",
     "checkpoint_attentions": "it speaks of the transformer layers that are still to come",
     "delayed_parameter_initialization": "smp.model_creation and smp.delay_param_initialization delay parameters",
@@ -161,10 +158,7 @@ NO_EFFECT = {
 # Keys whose feature is still to come: the values that work today, and what the others would need.
 _STILL_TO_COME: dict[str, tuple[tuple[Any, ...], str]] = {
     "pipeline": (("interleaved", "simple", "_only_forward"), "schedules planned by simulation"),
-    "virtual_stages": ((1,), "several chunks per stage"),
     "replicate_tied": ((False, "auto"), "tied weights held by both their stages"),
-    "load_partition": ((False,), "partitions read from a file"),
-    "partition_file": ((None,), "partitions read from a file"),
     "fp16": ((False,), "half precision"),
     "bf16": ((False,), "half precision"),
     "fp16_params": ((False,), "half precision"),
@@ -228,6 +222,12 @@ _RULES = (
         lambda c: c.sharded_data_parallel_degree > 1 and c.shard_optimizer_state,
         "sharded_data_parallel_degree: got {sharded_data_parallel_degree}, which does not go with "
         "shard_optimizer_state True: it shards the optimizer state already",
+    ),
+    _Rule(
+        ("virtual_stages", "auto_partition"),
+        lambda c: c.virtual_stages > 1 and not c.auto_partition,
+        "virtual_stages: got {virtual_stages}, which needs auto_partition to be True: modules placed by hand lie where "
+        "they are placed",
     ),
     _Rule(
         ("load_partition", "partition_file"),

@@ -29,13 +29,13 @@ from smp.errors import StepError, UsageError
 from smp.model_views import ModelViews
 from smp.nested import flatten
 from smp.pp import stages as stages_mod
+from smp.pp.assignment import decide, table
 from smp.pp.debug import Comparison, debug_enabled
 from smp.pp.engine import Engine, Reach
 from smp.pp.intercept import plain_backward
-from smp.pp.partition import Assignment, assign
+from smp.pp.partition import Assignment
 from smp.pp.placed import current, user_line
 from smp.pp.stages import StageMap
-from smp.pp.trace import execution_order
 from smp.runtime import Runtime
 from smp.topology import CommGroup
 from smp.tp.batches import BatchCheck
@@ -267,7 +267,7 @@ class DistributedModel(ModelViews):
         if rt.optimizer is not None:
             rt.optimizer._on_partition(list(self.parameters()))
         if rt.topology.pp_size > 1:
-            log.info_rank0("%s", self._describe_partition(stages))
+            log.info_rank0("%s", table(self.module, stages, rt.topology.pp_size, self.engine.costs))
         for hook in list(self._post_partition_hooks.values()):
             hook(self, rt.optimizer)
 
@@ -278,12 +278,8 @@ class DistributedModel(ModelViews):
             names = [name for name, _ in self.module.named_modules(remove_duplicate=False)]
             assignment = Assignment(dict.fromkeys(names, 0), {})
         else:
-            order = None
-            if rt.config.auto_partition and call is not None:
-                order = execution_order(self.module, *call)
-            assignment = assign(self.module, num_stages, rt.config.auto_partition, rt.config.default_partition, order)
-            group = rt.group(CommGroup.PP_GROUP)
-            assignment = rt.transport.broadcast_object(assignment, group, group.ranks[0], "partition")
+            decision = decide(self.module, rt, call)
+            assignment, self.engine.costs = decision.assignment, decision.costs
         return StageMap(self.module, assignment.modules, assignment.own, rt.pp_rank)
 
     def _move_to_device(self, stages: StageMap) -> None:
@@ -323,19 +319,6 @@ class DistributedModel(ModelViews):
                 rt.group(CommGroup.RDP_GROUP),
                 self._uneven,
             )
-
-    def _describe_partition(self, stages: StageMap) -> str:
-        counts: dict[int, int] = {}
-        names: dict[int, list[str]] = {}
-        for name, parameter in self.module.named_parameters():
-            counts[stages.stage_of[name]] = counts.get(stages.stage_of[name], 0) + parameter.numel()
-        for name, _ in stages.nodes():
-            names.setdefault(stages.assignment[name] or 0, []).append(name or type(self.module).__name__)
-        lines = ["Partition assignments:"]
-        for stage in range(self.engine.num_stages):
-            modules = names.get(stage, ["(no module)"])
-            lines.append(f"  stage {stage}: {counts.get(stage, 0):,} parameters: {', '.join(modules)}")
-        return "\n".join(lines)
 
     # -- steps (called by smp.step) ------------------------------------------------------------------------------------
 

@@ -172,8 +172,8 @@ def test_combinations_of_coming_features_are_checked_too(config: dict[str, Any],
     ("key", "value"),
     [
         ("fp16", True), ("bf16", True), ("shard_optimizer_state", True), ("sharded_data_parallel_degree", 2),
-        ("offload_activations", True), ("activation_loading_horizon", 2), ("virtual_stages", 2),
-        ("replicate_tied", True), ("pipeline", "zero_bubble"), ("pipeline", "auto"), ("partition_file", "a.json"),
+        ("offload_activations", True), ("activation_loading_horizon", 2),
+        ("replicate_tied", True), ("pipeline", "zero_bubble"), ("pipeline", "auto"),
         ("_fp32_grad_accumulation", True), ("_match_weights", True), ("sdp_reduce_bucket_size", 1e6),
         ("sdp_param_persistence_threshold", 1.0), ("sdp_max_live_parameters", 1e6),
         ("sdp_hierarchical_allgather", False), ("sdp_gradient_clipping", 0.5),
@@ -234,9 +234,9 @@ def test_world_that_does_not_fit_is_refused() -> None:
 
 def test_keys_without_effect_are_accepted_with_a_warning() -> None:
     """An option that changes nothing must say so, once, and only when it was set to something else."""
-    given = {"skip_tracing": True, "memory_weight": 0.5, "contiguous": False, "fast_mode": False}
+    given = {"static_mode": True, "optimize": "speed", "contiguous": False, "fast_mode": False}
     warnings = resolve(given, {}).warnings()
-    assert [text.split("=")[0] for text in warnings] == ["skip_tracing", "contiguous", "memory_weight"]
+    assert [text.split("=")[0] for text in warnings] == ["static_mode", "contiguous", "optimize"]
     assert resolve({}, {}).warnings() == ()
     assert set(NO_EFFECT) <= set(Config.model_fields)
 

@@ -17,6 +17,7 @@ from smp.rng import Streams, mix
 from smp.topology import CommGroup
 
 if TYPE_CHECKING:
+    from smp.pp.cost import Costs
     from smp.pp.debug import Comparison
     from smp.pp.placed import Value
     from smp.pp.program import Program
@@ -35,7 +36,8 @@ class Engine:
     """Runs one model over the stages of this rank's pipeline group.
 
     `stages` says which stage owns which module, parameter and buffer; None until the model is partitioned, which the
-    first call of the model, or the first use of one of its parameters, brings about through `partition`.
+    first call of the model, or the first use of one of its parameters, brings about through `partition`. `costs` are
+    those of one microbatch, the same on every rank; None when the model was not or could not be traced.
     """
 
     def __init__(self, runtime: "Runtime", partition: Callable[[], "StageMap"], managed: Callable[[Any], bool]) -> None:
@@ -47,6 +49,7 @@ class Engine:
         self.monitor = runtime.monitor
         self.ranks = runtime.group(CommGroup.PP_GROUP).ranks  # world rank of each stage
         self.stages: StageMap | None = None
+        self.costs: Costs | None = None
         self.structures: dict[Any, Structure] = {}
         self.debug: Comparison | None = None
         self.costs: Mapping[str, Any] | None = None  # of modules, by name; None when nothing is known

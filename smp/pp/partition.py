@@ -1,16 +1,17 @@
-"""Which module goes to which stage: pins by hand, and an automatic balance of parameters in execution order.
+"""Which module goes to which stage: pins by hand, and an automatic balance of costs in execution order.
 
     smp.partition(1)                      recorded on modules while they are created; only without auto_partition
     smp.set_partition(module, 1)          always honoured
     auto_partition                        units in execution order, cut into contiguous stages so that the largest is
                                           as small as it can be
 
-A unit is a module that is not worth splitting further: one that costs no more than a stage's fair share.
+A unit is what cannot be divided: a module with parameters of its own, together with those that have to live where it
+does. Modules without parameters live where their parent does.
 """
 
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,9 @@ from torch import nn
 
 from smp import log
 from smp.errors import PartitionError
+from smp.pp.cost import ZERO, Costs, ModuleCost, parameter_bytes
+from smp.pp.split import Placement, Sequel, balanced, stage_of_chunk
+from smp.pp.tree import ancestors, has_parameters, is_inside, join
 from smp.tp.registry import used_parameters
 
 _CREATED = "_smp_created_on_stage"  # set by `partition`
@@ -109,27 +113,66 @@ class Assignment:
     own: dict[str, int]
 
 
-def assign(root: nn.Module, num_stages: int, auto: bool, default: int, order: Sequence[str] | None) -> Assignment:
-    """Assign every module of the tree. `order` is the execution order of module names, None for definition order.
+@dataclass(frozen=True)
+class Balance:
+    """What the automatic partition weighs.
 
-    Pure: the same tree, pins and order give the same result. Raises `PartitionError` for pins that do not exist.
+    Attributes:
+        memory_weight: how much memory counts, 0 to 1; the rest is time. Both are normalised to shares of the model.
+        virtual_stages: how many chunks of the model each stage gets.
+        placement: how chunks are laid on stages.
+        tolerance: by how much the largest stage may exceed the smallest possible one so that fewer modules are torn.
+    """
+
+    memory_weight: float = 0.8
+    virtual_stages: int = 1
+    placement: Placement = "loop"
+    tolerance: float = 0.01
+
+
+def assign(
+    root: nn.Module,
+    num_stages: int,
+    auto: bool,
+    default: int,
+    costs: Costs | None = None,
+    balance: Balance = Balance(),
+) -> Assignment:
+    """Assign every module of the tree.
+
+    Pure: the same tree, pins and costs give the same result.
+
+    Args:
+        root: the model.
+        num_stages: how many stages there are.
+        auto: balance what is not pinned; else it goes to `default` or where `smp.partition` said.
+        default: see above.
+        costs: what a trace found out; None: parameters count, in the order of their definition.
+        balance: what to weigh.
+
+    Raises:
+        PartitionError: a pin that does not exist, or more stages than modules that could be spread over them.
     """
     _check_pins(root, num_stages)
-    placed = _automatic(root, num_stages, order) if auto else _by_hand(root, default)
-    _join_shared(root, placed, auto)
+    if auto:
+        placed = _automatic(root, num_stages, costs, balance)
+    else:
+        placed = _by_hand(root, default)
+        _join_shared(root, placed)
     return _settle(root, placed)
 
 
 def _check_pins(root: nn.Module, num_stages: int) -> None:
     for name, module in root.named_modules():
-        pin = _pin(module)
+        pin = pin_of(module)
         if pin is not None and pin >= num_stages:
             raise PartitionError(
                 f"module '{name}' is placed on stage {pin}, but there are {num_stages} stages (0 to {num_stages - 1})."
             )
 
 
-def _pin(module: nn.Module) -> int | None:
+def pin_of(module: nn.Module) -> int | None:
+    """The stage that `set_partition` put the module itself on."""
     return module.__dict__.get(_PINNED)
 
 
@@ -140,130 +183,219 @@ def _by_hand(root: nn.Module, default: int) -> dict[str, int]:
     placed: dict[str, int] = {}
 
     def visit(name: str, module: nn.Module, stage: int) -> None:
-        pin = _pin(module)
+        pin = pin_of(module)
         stage = pin if pin is not None else module.__dict__.get(_CREATED, stage)
         placed[name] = stage
         for child_name, child in module.named_children():
-            visit(f"{name}.{child_name}" if name else child_name, child, stage)
+            visit(join(name, child_name), child, stage)
 
     visit("", root, default)
     return placed
 
 
-def _first_call(order: Sequence[str]) -> dict[str, int]:
-    """When a module, or something inside it, is called first: containers are never called themselves."""
-    position: dict[str, int] = {}
-    for index, name in enumerate(order):
-        while name:
-            position.setdefault(name, index)
-            name = name.rpartition(".")[0]
-    return position
+# -- units -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class _Unit:
-    """A module that stays whole (`whole`), or the parameters of a split module itself."""
+class Unit:
+    """Modules whose own parameters have to live on one stage.
 
-    name: str
-    module: nn.Module
-    whole: bool
-    cost: int
-    pin: int | None
-
-
-def _automatic(root: nn.Module, num_stages: int, order: Sequence[str] | None) -> dict[str, int]:
-    position = _first_call(order or [])
-    seen: set[int] = set()
-    total = sum(p.numel() for p in root.parameters())
-    share = max(1, total / num_stages)
-    units: list[_Unit] = []
-
-    def visit(name: str, module: nn.Module, pin: int | None) -> None:
-        pin = _pin(module) if _pin(module) is not None else pin
-        children = list(module.named_children())
-        inner_pins = any(_pin(m) is not None for m in module.modules() if m is not module)
-        cost = sum(p.numel() for p in module.parameters() if id(p) not in seen)
-        if not inner_pins and (cost <= share or not children):
-            seen.update(id(p) for p in module.parameters())
-            units.append(_Unit(name, module, True, cost, pin))
-            return
-        own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
-        seen.update(id(p) for p in own)
-        if own or pin is not None:  # else there is nothing to place, and it must not take up a stage
-            units.append(_Unit(name, module, False, sum(p.numel() for p in own), pin))
-        full = [(f"{name}.{child}" if name else child, m) for child, m in children]
-        full.sort(key=lambda item: position.get(item[0], len(position)) if position else 0)
-        for child_name, child in full:
-            visit(child_name, child, pin)
-
-    visit("", root, None)
-    free = [unit for unit in units if unit.pin is None]
-    stages = contiguous([unit.cost for unit in free], num_stages)
-    placed: dict[str, int] = {}
-    for unit, stage in [*zip(free, stages, strict=True), *((u, u.pin) for u in units if u.pin is not None)]:
-        assert stage is not None
-        if unit.whole:
-            for inner, _ in unit.module.named_modules():
-                placed[f"{unit.name}.{inner}".strip(".")] = stage
-        else:
-            placed[unit.name] = stage
-    return placed
-
-
-def contiguous(costs: Sequence[int], num_parts: int) -> list[int]:
-    """The part of each item when the sequence is cut into contiguous parts whose largest cost is smallest.
-
-    Among equals, earlier parts are filled first; no part is left empty while there are items enough.
+    Attributes:
+        names: the modules, in execution order.
+        load: what they cost, as `Balance` weighs it: a share of the model.
+        pin: the stage they are pinned to.
     """
-    count = len(costs)
-    parts = min(num_parts, count)
-    prefix = [0]
-    for cost in costs:
-        prefix.append(prefix[-1] + cost)
-    infinite = float("inf")
-    # best[k][i]: smallest largest cost of the first i items in k parts; cut[k][i]: where the last of them begins
-    best: list[list[float]] = [[infinite] * (count + 1) for _ in range(parts + 1)]
-    cut = [[0] * (count + 1) for _ in range(parts + 1)]
-    best[0][0] = 0.0
-    for k in range(1, parts + 1):
-        for i in range(k, count + 1):
-            for j in range(k - 1, i):
-                largest = max(best[k - 1][j], prefix[i] - prefix[j])
-                if largest < best[k][i]:
-                    best[k][i], cut[k][i] = largest, j
-    result = [0] * count
-    end = count
-    for k in range(parts, 0, -1):
-        begin = cut[k][end]
-        result[begin:end] = [k - 1] * (end - begin)
-        end = begin
-    return result
+
+    names: list[str]
+    load: float = 0.0
+    pin: int | None = None
 
 
-def _join_shared(root: nn.Module, placed: dict[str, int], auto: bool) -> None:
-    """Modules that share a parameter live on one stage: where one is pinned, else where the first was placed."""
+def sharing_groups(root: nn.Module) -> list[set[str]]:
+    """Names of modules that have to live on one stage because they share a parameter, or use a common one."""
     sharing: dict[int, list[str]] = {}
     for name, module in root.named_modules(remove_duplicate=False):
         for parameter in [*module.parameters(recurse=False), *used_parameters(module)]:
             sharing.setdefault(id(parameter), []).append(name)
-    groups: dict[str, set[str]] = {}
-    for names in sharing.values():
-        together = set(names).union(*(groups.get(name, ()) for name in names))
-        groups.update(dict.fromkeys(together, together))
-    rank = {name: (_pin(root.get_submodule(name)) is None, i) for i, name in enumerate(placed)}
-    for name, together in groups.items():
+    return _joined(sharing.values())
+
+
+def _joined(sets: Iterable[Iterable[str]]) -> list[set[str]]:
+    """Sets that have members in common become one."""
+    group_of: dict[str, set[str]] = {}
+    for names in sets:
+        together = set(names).union(*(group_of.get(name, ()) for name in names))
+        group_of.update(dict.fromkeys(together, together))
+    return list({id(group): group for group in group_of.values()}.values())
+
+
+def units_of(root: nn.Module, num_stages: int, costs: Costs | None, memory_weight: float) -> list[Unit]:
+    """What the automatic partition distributes, in execution order (of the first module of each unit).
+
+    See `Balance` for `memory_weight`.
+    """
+    modules = dict(root.named_modules())
+    names = _in_execution_order(root, costs.order if costs is not None else ())
+    holders = [name for name in names if modules[name]._parameters.keys() or used_parameters(modules[name])]
+    holders = [name for name in holders if _holds(modules[name])]
+    known = set(holders)
+    together: list[Iterable[str]] = [[name] for name in holders]
+    together += [[name for name in group if name in known] for group in sharing_groups(root)]
+    for outer in costs.whole if costs is not None else ():
+        together.append([name for name in holders if is_inside(name, outer)])
+    pins = {name: _inherited_pin(name, modules) for name in holders}
+    together += _with_what_runs_next(holders, modules, pins, costs)
+    place = {name: i for i, name in enumerate(holders)}
+    groups = sorted((sorted(group, key=place.__getitem__) for group in _joined(together)), key=lambda g: place[g[0]])
+    loads = _loads(holders, modules, num_stages, costs, memory_weight)
+    return [
+        Unit(group, sum(loads[name] for name in group), next((pins[n] for n in group if pins[n] is not None), None))
+        for group in groups
+    ]
+
+
+def _holds(module: nn.Module) -> bool:
+    return next(module.parameters(recurse=False), None) is not None or bool(used_parameters(module))
+
+
+def _inherited_pin(name: str, modules: dict[str, nn.Module]) -> int | None:
+    """The pin of a module, or of the innermost one around it that has one."""
+    return next((pin for at in (name, *ancestors(name)) if (pin := pin_of(modules[at])) is not None), None)
+
+
+def _in_execution_order(root: nn.Module, order: Iterable[str]) -> list[str]:
+    """All names of the tree, parents first, children in the order in which they, or what is inside, are first called.
+
+    Those that are never called come last, in the order of their definition.
+    """
+    position: dict[str, int] = {}
+    for index, name in enumerate(order):
+        for at in (name, *ancestors(name)):  # containers are never called themselves
+            position.setdefault(at, index)
+    children: dict[str, list[str]] = {}
+    for name, _ in root.named_modules():
+        if name:
+            children.setdefault(name.rpartition(".")[0], []).append(name)
+    found: list[str] = []
+
+    def visit(name: str) -> None:
+        found.append(name)
+        for child in sorted(children.get(name, ()), key=lambda n: position.get(n, len(position) + 1)):
+            visit(child)
+
+    visit("")
+    return found
+
+
+def _with_what_runs_next(
+    holders: list[str], modules: dict[str, nn.Module], pins: dict[str, int | None], costs: Costs | None
+) -> list[list[str]]:
+    """The own parameters of a module that has others inside go with the module inside that they are used after, or else
+    with the first one: alone they would not be worth a stage."""
+    pairs = []
+    for i, name in enumerate(holders):
+        inside = next((n for n in holders[i + 1 :] if is_inside(n, name)), None)
+        near = costs.near.get(name) if costs is not None else None
+        near = near if near in pins else inside
+        if near is not None and pins[near] == pins[name]:
+            pairs.append([name, near])
+    return pairs
+
+
+def _loads(
+    holders: list[str], modules: dict[str, nn.Module], num_stages: int, costs: Costs | None, memory_weight: float
+) -> dict[str, float]:
+    seconds: dict[str, float] = dict.fromkeys(holders, 0.0)
+    memory: dict[str, float] = {}
+    seen: set[int] = set()
+    for name in holders:
+        fresh = [p for p in modules[name].parameters(recurse=False) if id(p) not in seen]
+        seen.update(map(id, fresh))
+        cost = costs.charged.get(name, ZERO) if costs is not None else ZERO
+        seconds[name] = cost.seconds
+        memory[name] = memory_bytes(cost, parameter_bytes(fresh), num_stages)
+    all_seconds, all_memory = sum(seconds.values()), sum(memory.values())
+    weight = memory_weight if all_seconds else 1.0
+    return {
+        name: weight * memory[name] / (all_memory or 1.0) + (1 - weight) * seconds[name] / (all_seconds or 1.0)
+        for name in holders
+    }
+
+
+def memory_bytes(cost: ModuleCost, parameters: int, num_stages: int) -> float:
+    """What training a module takes: its parameters, their gradients and two moments of the optimizer, and the
+    activations of as many microbatches as are in flight on a stage of average place."""
+    return 4 * parameters + cost.activation_bytes * (num_stages + 1) / 2
+
+
+# -- balance -----------------------------------------------------------------------------------------------------------
+
+
+def _automatic(root: nn.Module, num_stages: int, costs: Costs | None, balance: Balance) -> dict[str, int]:
+    units = units_of(root, num_stages, costs, balance.memory_weight)
+    free = [unit for unit in units if unit.pin is None]
+    base = [0.0] * num_stages
+    for unit in units:
+        if unit.pin is not None:
+            base[unit.pin] += unit.load or 1e-12
+    _check_count(root, num_stages, balance.virtual_stages, len(units), pinned=len(free) < len(units))
+    stages: list[int] = []
+    if free:
+        sequel = Sequel(tuple(unit.load for unit in free), tuple(_penalties(root, free, costs)))
+        chunks = balanced(sequel, num_stages, balance.virtual_stages, base, balance.placement, balance.tolerance)
+        stages = [stage_of_chunk(chunk, num_stages, balance.placement) for chunk in chunks]
+    placed: dict[str, int] = {}
+    for unit, stage in [*zip(free, stages, strict=True), *((u, u.pin) for u in units if u.pin is not None)]:
+        assert stage is not None
+        placed.update(dict.fromkeys(unit.names, stage))
+    return placed
+
+
+def _check_count(root: nn.Module, num_stages: int, virtual_stages: int, count: int, pinned: bool) -> None:
+    if pinned or count >= num_stages * virtual_stages or not has_parameters(root):
+        return  # what is placed by hand may leave a stage empty
+    chunks = f"pipeline_parallel_degree {num_stages}"
+    if virtual_stages > 1:
+        chunks += f" x virtual_stages {virtual_stages} = {num_stages * virtual_stages} parts"
+    raise PartitionError(
+        f"the model has {count} module{'s' * (count != 1)} that can be placed on their own, too few for {chunks}. "
+        "(Modules without parameters stay with their parent, modules that share a parameter stay together.) Lower the "
+        "degree, or place modules by hand with smp.set_partition."
+    )
+
+
+def _penalties(root: nn.Module, units: list[Unit], costs: Costs | None) -> list[float]:
+    """Of a cut before each unit: how many modules it tears that are more than a list of modules, and, as a fraction,
+    how much has to be sent there."""
+    modules = dict(root.named_modules())
+    torn = {name for name, module in modules.items() if name and not _is_container(module)}
+    sent = [costs.own[u.names[0]].output_bytes if costs is not None and u.names[0] in costs.own else 0 for u in units]
+    most = max(sent, default=0) or 1
+    penalties = [0.0]
+    for before, after, nbytes in zip(units, units[1:], sent):
+        left, right = before.names[0], after.names[0]
+        common = [at for at in (left, *ancestors(left)) if is_inside(right, at)]
+        penalties.append(sum(at in torn for at in common) + 0.5 * nbytes / most)
+    return penalties
+
+
+def _is_container(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+
+
+def _join_shared(root: nn.Module, placed: dict[str, int]) -> None:
+    """Modules that share a parameter live on one stage: where one is pinned, else where the first was placed."""
+    rank = {name: (pin_of(root.get_submodule(name)) is None, i) for i, name in enumerate(placed)}
+    for together in sharing_groups(root):
         first = min(together, key=lambda n: rank.get(n, (True, len(rank))))
         stage = placed[first]
-        if placed.setdefault(name, stage) != stage:
-            if not auto:
+        for name in sorted(together):
+            if placed.setdefault(name, stage) != stage:
                 log.warn_rank0(
                     "module '%s' shares a parameter with '%s' and is placed with it on stage %s, not on stage %s",
-                    name,
-                    first,
-                    stage,
-                    placed[name],
+                    *(name, first, stage, placed[name]),
                 )
-            placed[name] = stage
+                placed[name] = stage
 
 
 def _settle(root: nn.Module, placed: dict[str, int]) -> Assignment:
@@ -275,7 +407,7 @@ def _settle(root: nn.Module, placed: dict[str, int]) -> Assignment:
         stage = placed.get(name, inherited)
         found = {stage} if next(module.parameters(recurse=False), None) is not None else set()
         for child_name, child in module.named_children():
-            found |= visit(f"{name}.{child_name}" if name else child_name, child, stage)
+            found |= visit(join(name, child_name), child, stage)
         modules[name] = next(iter(found)) if len(found) == 1 else None
         own[name] = stage
         return found

@@ -41,6 +41,7 @@ class StageMap:
     ) -> None:
         self.root = root
         self.assignment = assignment
+        self.own_stage = own_stage
         self.rank = rank
         self.stage_of: dict[str, int] = {}  # name of parameter or buffer -> stage
         self._owner: dict[int, int] = {}  # id of parameter or adopted buffer -> stage

@@ -1,84 +1,226 @@
-"""The order in which a model calls its modules, found by running it once on fake tensors."""
+"""What one microbatch does in a model, found by running it once on fake tensors: order of calls, shapes and costs.
+
+    real model, parameters on any device, also without memory
+      1. a copy of the module tree whose parameters and buffers are fake: nothing that the model does to itself stays
+      2. its forward, under a meter (see meter.py) that charges each operation to a module
+      3. `Costs`
+
+A module that fails on fake tensors is opaque: it is taken to return something like its first tensor argument, is not
+taken apart, and is estimated from the size of its parameters. When its caller fails too, because of that guess or by
+itself, the caller is opaque in turn. A model of which more than half would be opaque cannot be traced.
+"""
 
 import copy
-import functools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from smp import log
+from smp.bootstrap import default_generators
 from smp.nested import map_leaves
+from smp.pp.cost import ZERO, Costs, ModuleCost
+from smp.pp.meter import Ledger, Meter, survey
 from smp.pp.placed import Placed
+from smp.pp.tree import ancestors, is_inside
 
 _tracing = False
 
+# Says of a module whether its activations are recomputed in the backward (activation checkpointing).
+Recomputed = Callable[[nn.Module], bool]
+
 
 def is_tracing() -> bool:
-    """Whether the model is being run on fake tensors to learn its structure (`smp.is_tracing`)."""
+    """Whether the model is being run to learn its structure and its costs (`smp.is_tracing`)."""
     return _tracing
 
 
-@log.long_phase("trace")
-def execution_order(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str] | None:
-    """Names of modules in the order of their first call; None, with a warning, when the model cannot run on fake
-    tensors.
-
-    Runs a copy of the module tree whose parameters and buffers are fake, so that nothing the model does to itself
-    stays.
-    """
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Inside, `is_tracing` holds; random generators stand afterwards where they stood before."""
     global _tracing
-    order: dict[str, None] = {}
+    states = [(generator, generator.get_state()) for generator in default_generators()]
+    python_state = random.getstate()
     _tracing = True
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, _AssumeTrue(), torch.no_grad():
-            tensors = [*module.parameters(), *module.buffers()]
-            twins = {id(t): _fake_twin(t) for t in tensors}
-            twin = copy.deepcopy(module, twins)
-            for name, child in twin.named_modules():
-                child.register_forward_pre_hook(functools.partial(_note_call, order, name))
-            fake_args = map_leaves(lambda leaf: _fake(mode, leaf), (args, kwargs))
-            twin(*fake_args[0], **fake_args[1])
-    except Exception as error:
-        log.warn_once(
-            "trace",
-            "the model cannot be traced on fake tensors (%s: %s); modules are partitioned in the order of their "
-            "definition",
-            type(error).__name__,
-            str(error).splitlines()[0] if str(error) else "",
-        )
-        return None
+        yield
     finally:
         _tracing = False
-    return list(order)
+        random.setstate(python_state)
+        for generator, state in states:
+            generator.set_state(state)
 
 
-class _AssumeTrue(TorchDispatchMode):
-    """A branch on a tensor's value is taken as if it were true, and a number read from a tensor is 1."""
+@log.long_phase("trace")
+def trace(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device | None = None,
+    recomputed: Recomputed = lambda module: False,
+) -> Costs | None:
+    """The costs of one call `module(*args, **kwargs)`, training; None, with a warning, when it cannot run on fake
+    tensors.
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].dtype.is_floating_point else 1)
-        return func(*args, **(kwargs or {}))
+    Needs no memory for parameters and takes none. The result is the same on every rank and in every run.
+
+    Args:
+        module: the model. Its parameters may be anywhere, also on the meta device.
+        args, kwargs: real tensors (of which only shapes count) or placed ones.
+        device: where the model will run; None: where its first parameter is, the CPU if that is the meta device.
+        recomputed: which modules recompute their activations.
+    """
+    device = _device_of(module) if device is None else device
+    error: Exception | None = None
+    for with_grad in (True, False):  # what was written for no_grad may write to what autograd protects
+        try:
+            with tracing():
+                costs = _run(module, args, kwargs, device, recomputed, with_grad)
+        except Exception as caught:
+            error = error or caught
+            continue
+        if costs.opaque:
+            log.info_rank0("%s", _describe_opaque(costs.opaque))
+        return costs
+    assert error is not None
+    log.warn_once(
+        "trace",
+        "the model cannot be traced on fake tensors (%s: %s); it is partitioned by the sizes of its parameters, in the "
+        "order of their definition",
+        type(error).__name__,
+        str(error).splitlines()[0] if str(error) else "",
+    )
+    return None
 
 
-def _note_call(order: dict[str, None], name: str, module: nn.Module, args: Any) -> None:
-    order.setdefault(name)
+def _run(
+    module: nn.Module, args: Any, kwargs: Any, device: torch.device, recomputed: Recomputed, with_grad: bool
+) -> Costs:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.inference_mode(False):
+        twin = copy.deepcopy(module, {id(t): _fake_twin(t, device) for t in _tensors(module)})
+        names = {name for name, part in module.named_modules() if recomputed(part)}
+        ledger = Ledger(survey(twin), device.type, names.__contains__)
+        for name, child in list(twin.named_modules()):
+            child.__dict__["_call_impl"] = _metered(ledger, name, child)
+        fake_args, fake_kwargs = map_leaves(lambda leaf: _fake(mode, leaf), (args, kwargs))
+        saving = torch.autograd.graph.saved_tensors_hooks(ledger.save, lambda tensor: tensor)
+        with torch.set_grad_enabled(with_grad), saving, Meter(ledger):
+            output = twin(*fake_args, **fake_kwargs)
+        ledger.finish(output)
+    return _settled(ledger, list(module.named_modules()), with_grad)
 
 
-def _fake_twin(tensor: torch.Tensor) -> torch.Tensor:
-    fake = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+def _metered(ledger: Ledger, name: str, module: nn.Module) -> Callable[..., Any]:
+    """A module's call, entered in the ledger; what it returns is guessed when it fails."""
+    inner = type(module)._call_impl.__get__(module)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        depth, recomputing = len(ledger.stack), ledger.recomputing
+        ledger.enter(name, (args, kwargs))
+        try:
+            output = inner(*args, **kwargs)
+        except Exception as error:
+            guess = _first_tensor(args, kwargs)
+            if guess is None or 2 * ledger.modules.sizes.get(name, 0) > ledger.modules.sizes.get("", 0):
+                raise
+            ledger.cannot_see(name, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            output = guess
+        ledger.leave(name, output, depth)
+        ledger.recomputing = recomputing
+        return output
+
+    return call
+
+
+def _first_tensor(args: Any, kwargs: Any) -> Tensor | None:
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    return next((t for t in tensors if t.is_floating_point()), None)
+
+
+def _settled(ledger: Ledger, modules: list[tuple[str, nn.Module]], with_grad: bool) -> Costs:
+    own, charged = ledger.frozen()
+    if not with_grad:  # as if it were trained
+        own, charged = ({n: _as_if_trained(c) for n, c in table.items()} for table in (own, charged))
+    sizes = ledger.modules.sizes
+    opaque = {
+        name: reason
+        for name, reason in ledger.opaque.items()
+        if sizes.get(name) and not any(above in ledger.opaque for above in ancestors(name))
+    }
+    _estimate_opaque(own, charged, list(opaque))
+    whole = set(opaque)
+    for reader, owner in ledger.reads:  # takes its children's parameters instead of calling them
+        if owner not in ledger.order and is_inside(owner, reader) and 2 * sizes[reader] <= sizes[""]:
+            whole.add(reader)
+    order = [name for name in ledger.order if not any(above in opaque for above in ancestors(name))]
+    known = {name for name, _ in modules}
+    near = {name: leaf for name, leaf in ledger.near.items() if name in known}
+    return Costs(tuple(order), own, charged, near, frozenset(whole), opaque, ledger.shapes)
+
+
+def _as_if_trained(cost: ModuleCost) -> ModuleCost:
+    weight = cost.forward if cost.parameter_bytes else 0.0
+    return replace(cost, backward=2 * cost.forward, weight=weight)
+
+
+def _estimate_opaque(own: dict[str, ModuleCost], charged: dict[str, ModuleCost], opaque: list[str]) -> None:
+    """What could not be seen costs, for each byte of its parameters, what the rest of the model does."""
+    inside = {name for name in {*own, *charged} if any(is_inside(name, outer) for outer in opaque)}
+    seen = [cost for name, cost in charged.items() if name not in inside and cost.flops]
+    total = sum(seen, ZERO)
+    for name in inside:
+        calls = own[name].calls if name in own else 0
+        out = own[name].output_bytes if name in own else 0
+        nbytes = (own.get(name) or charged[name]).parameter_bytes
+        share = nbytes / total.parameter_bytes if total.parameter_bytes else 0.0
+        estimate = replace(
+            total.scaled(share, share),
+            parameter_bytes=nbytes,
+            activation_bytes=int(total.activation_bytes * share),
+            flops=int(total.flops * share),
+            output_bytes=out,
+            calls=calls,
+        )
+        own[name] = estimate
+        if name in charged:
+            charged[name] = estimate
+
+
+def _describe_opaque(opaque: dict[str, str]) -> str:
+    first, reason = next(iter(opaque.items()))
+    others = f" and {len(opaque) - 1} others" if len(opaque) > 1 else ""
+    return (
+        f"trace: module '{first}'{others} cannot be looked into ({reason}): each stays on one stage, and its cost is "
+        "estimated from the size of its parameters"
+    )
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    device = next((t.device for t in _tensors(module)), torch.device("cpu"))
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def _fake_twin(tensor: Tensor, device: torch.device) -> Tensor:
+    fake = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake
 
 
 def _fake(mode: FakeTensorMode, leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
+    if not isinstance(leaf, Tensor):
         return leaf
     if type(leaf) is Placed:
         value = leaf.value
         return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=value.program.device)
-    return mode.from_tensor(leaf)
+    return mode.from_tensor(leaf.detach())

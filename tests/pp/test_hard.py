@@ -206,7 +206,8 @@ def test_plain_results_that_depend_on_data():
 
     def forward(net, x):
         h, number, text, array, more = net.measure(net.a(x))
-        seen.append((number, text, array.tolist(), more))
+        if not smp.is_tracing():
+            seen.append((number, text, array.tolist(), more))
         return net.b(h * number).sum() * array[0]
 
     check(two(forward, measure=Net(measure, l=linear(seed=3))), {**AB, "measure": 1}, count=2, steps=2)
@@ -241,11 +242,11 @@ def test_arguments_of_every_kind_decide_the_structure():
 
 @on_ranks(2)
 def test_models_at_the_edges():
-    """A single layer on two stages, one without parameters, and nothing at all."""
+    """A single layer placed on one of two stages, one without parameters, and nothing at all."""
     single = Net(lambda net, x: net.l(x).sum(), l=linear())
-    check(single, {})
+    check(single, {"l": 0})
     start(microbatches=2)
-    model = wrap(nn.Linear(WIDTH, 1), {})
+    model = wrap(nn.Linear(WIDTH, 1), {"": 1})
     step = smp.step(lambda x: model.backward(model(x).sum()))
     step(vectors(4)["x"].float())
     assert len(list(model.parameters())) in (0, 2)

@@ -9,7 +9,9 @@ from torch import nn
 
 import smp
 from smp import PartitionError, runtime
-from smp.pp.partition import assign, contiguous
+from smp.pp.cost import Costs
+from smp.pp.partition import Balance, assign
+from smp.pp.split import contiguous
 from tests.harness import on_ranks
 
 
@@ -63,6 +65,11 @@ class Tree(nn.Module):
             self.add_module(name, child)
 
 
+def called(*names):
+    """Costs that say nothing but the order of calls."""
+    return Costs(names, {}, {})
+
+
 def stages_of(assignment, *names):
     return [assignment.modules[name] for name in names]
 
@@ -70,7 +77,7 @@ def stages_of(assignment, *names):
 def test_units_follow_execution_order_not_definition_order():
     """Cutting in the order of definition would send every activation back and forth."""
     tree = Tree(last=linear(10), first=linear(10), middle=linear(10), other=linear(10))
-    order = ["", "first", "middle", "other", "last"]
+    order = called("", "first", "middle", "other", "last")
     assert stages_of(assign(tree, 2, True, 0, order), "first", "middle", "other", "last") == [0, 0, 1, 1]
     assert stages_of(assign(tree, 2, True, 0, None), "last", "first", "middle", "other") == [0, 0, 1, 1]
     assert stages_of(assign(tree, 4, True, 0, order), "first", "middle", "other", "last") == [0, 1, 2, 3]
@@ -79,7 +86,7 @@ def test_units_follow_execution_order_not_definition_order():
 def test_a_container_that_is_never_called_has_the_place_of_what_is_inside():
     """A ModuleList is not called itself; without a position it would be put at the end."""
     tree = Tree(head=linear(1), layers=nn.ModuleList([linear(9), linear(9)]), embedding=linear(9))
-    order = ["", "embedding", "layers.0", "layers.1", "head"]
+    order = called("", "embedding", "layers.0", "layers.1", "head")
     got = stages_of(assign(tree, 2, True, 0, order), "embedding", "layers.0", "layers.1", "head")
     assert got == [0, 0, 1, 1] or got == [0, 1, 1, 1]
     got = stages_of(assign(tree, 3, True, 0, order), "embedding", "layers.0", "layers.1", "head")
@@ -101,7 +108,7 @@ def test_parameters_of_glue_modules_have_a_stage():
     """A position embedding held by the model itself must be trained by exactly one stage."""
     tree = Tree(a=linear(10), b=linear(10))
     tree.position = nn.Parameter(torch.zeros(3))
-    got = assign(tree, 2, True, 0, ["", "a", "b"])
+    got = assign(tree, 2, True, 0, called("", "a", "b"))
     assert got.modules[""] is None
     assert got.own[""] in (0, 1)
     assert sorted(stages_of(got, "a", "b")) == [0, 1]
@@ -174,15 +181,19 @@ def test_one_module_under_two_names_has_one_stage():
     assert got.modules["a"] == got.modules["c"]
 
 
-def test_more_stages_than_units_leaves_stages_empty():
-    """A small model on many ranks works; the ranks without a module have nothing to do."""
-    tree = Tree(a=linear(10), b=linear(10))
-    got = assign(tree, 4, True, 0, None)
-    assert stages_of(got, "a", "b") == [0, 1]
-    single = linear(10)
-    assert assign(single, 3, True, 0, None).modules[""] == 0
+def test_more_stages_than_modules_is_an_error_that_names_both_counts():
+    """A rank that would never do anything is a mistake of the configuration, unless modules were placed by hand."""
+    tree = Tree(a=linear(10), b=linear(10), drop=nn.Dropout())
+    with pytest.raises(PartitionError, match=r"the model has 2 modules .* too few for pipeline_parallel_degree 4"):
+        assign(tree, 4, True, 0)
+    with pytest.raises(PartitionError, match=r"the model has 1 module that .* too few for pipeline_parallel_degree 3"):
+        assign(linear(10), 3, True, 0)
+    with pytest.raises(PartitionError, match=r"2 modules .* pipeline_parallel_degree 2 x virtual_stages 2 = 4 parts"):
+        assign(tree, 2, True, 0, None, Balance(virtual_stages=2))
+    tree.a.__dict__["_smp_pinned_to_stage"] = 3
+    assert stages_of(assign(tree, 4, True, 0), "a", "b") == [3, 0]
     no_parameters = nn.Sequential(nn.ReLU(), nn.Dropout())
-    assert set(assign(no_parameters, 2, True, 0, None).modules.values()) <= {None, 0, 1}
+    assert set(assign(no_parameters, 2, True, 0).modules.values()) <= {None, 0, 1}
 
 
 def test_parameterless_modules_follow_their_surroundings():
