@@ -13,7 +13,6 @@ from smp.nested import Spec, flatten, unflatten
 from smp.pp.placed import Placed, Value, user_line
 from smp.pp.structure import signature_of, value_signature
 
-
 CALL = 20e-6  # seconds that a call takes however small it is
 _PRODUCTS = frozenset(("linear", "matmul", "__matmul__", "mm", "bmm"))
 
