@@ -106,10 +106,10 @@ class _ReceiveBytes(_Threaded):
 
     def __init__(self) -> None:
         super().__init__()
-        self.data = torch.empty(0, dtype=torch.uint8)
+        self.data = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def allocate(self, header: bytes) -> Tensor | None:
-        self.data = torch.empty(payload_size(header), dtype=torch.uint8)
+        self.data = torch.empty(payload_size(header), dtype=torch.uint8, device="cpu")
         return self.data if self.data.numel() else None
 
 
@@ -133,11 +133,15 @@ class GlooTransport(Transport):
     # Sending
 
     def _isend(self, tensor: Tensor | None, dest: int, tag: int, channel: Channel) -> Request:
-        memory = sendable(tensor) if tensor is not None else torch.empty(0)
+        memory = sendable(tensor) if tensor is not None else torch.empty(0, device="cpu")
         return self._send(encode_header(tensor), _bytes_of(memory), dest, tag, channel)
 
     def _send_bytes(self, data: bytes, dest: int, tag: int, channel: Channel) -> None:
-        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        payload = (
+            torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            if data
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
         self._send(encode_header(payload), payload, dest, tag + _OBJECT_TAG, channel)
 
     def _send(self, header: bytearray, payload: Tensor, dest: int, tag: int, channel: Channel) -> Request:
@@ -231,14 +235,14 @@ class GlooTransport(Transport):
 
     def _from_other(self, allocate: Callable[[bytes], Tensor | None], source: int, tag: int, channel: Channel) -> None:
         group = self._groups[channel]
-        head = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        head = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
         group.recv([head], source, tag).wait()
         header = head.numpy().tobytes()
         try:
             target = allocate(header)
         except CommError:
             if payload_size(header):  # the sender shall not wait for ever, nor the next message be mistaken for this
-                group.recv([torch.empty(payload_size(header), dtype=torch.uint8)], source, tag).wait()
+                group.recv([torch.empty(payload_size(header), dtype=torch.uint8, device="cpu")], source, tag).wait()
             raise
         if target is not None:
             group.recv([target], source, tag).wait()
@@ -279,5 +283,5 @@ class GlooTransport(Transport):
 def _bytes_of(tensor: Tensor) -> Tensor:
     """The same memory as a flat tensor of bytes."""
     if tensor.numel() == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return tensor.reshape(-1).view(torch.uint8)

@@ -1,6 +1,7 @@
 """Messages over MPI: nonblocking requests that are polled, so that every wait has a deadline."""
 
 import threading
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -104,10 +105,12 @@ class _Receive(Request):
         """The header has come: say where its bytes shall go."""
         try:
             self._present = self._expected.check(self._header)
-            memory = self._memory if self._present else torch.empty(0)
+            memory = self._memory if self._present else torch.empty(0, device="cpu")
         except CommError as error:
             self._error = error
-            memory = torch.empty(payload_size(self._header), dtype=torch.uint8)  # so that the sender is done with it
+            memory = torch.empty(
+                payload_size(self._header), dtype=torch.uint8, device="cpu"
+            )  # so that the sender is done with it
         self._memory = memory
         source, tag = self._expected.source, self._expected.tag
         self._parts = [self._payloads.Irecv(part, source, tag) for part in memory_of(self._transport.mpi, memory)]
@@ -153,7 +156,7 @@ class MpiTransport(Transport):
     def _isend(self, tensor: Tensor | None, dest: int, tag: int, channel: Channel) -> Request:
         headers, payloads, _ = self.comms[channel]
         header = encode_header(tensor)
-        memory = sendable(tensor) if tensor is not None else torch.empty(0)
+        memory = sendable(tensor) if tensor is not None else torch.empty(0, device="cpu")
         requests = [payloads.Isend(part, dest, tag) for part in memory_of(self.mpi, memory)]
         requests.append(headers.Isend(header, dest, tag))
         return self._keep(_Send(requests, (header, memory), self._lock))
@@ -233,8 +236,8 @@ class MpiTransport(Transport):
         call = call or f"all_gather_object({group.kind.name})"
         comm = self._comm_pair(group)[1]
         data = pack(obj)
-        mine, counts = torch.tensor([len(data)]), torch.empty(group.size, dtype=torch.int64)
-        self._finish(comm.Iallgather(mine.numpy(), counts.numpy()), call, group.ranks)
+        mine, counts = array("q", [len(data)]), array("q", [0] * group.size)
+        self._finish(comm.Iallgather(mine, counts), call, group.ranks)
         sizes = counts.tolist()
         if sum(sizes) >= 2**31:
             raise CommError(f"{call}: the objects take {sum(sizes)} bytes together; more than 2 GiB cannot be gathered")

@@ -240,7 +240,7 @@ def sendable(tensor: Tensor) -> Tensor:
 def receivable(buffer: Tensor) -> Tensor:
     """Contiguous host memory to receive into: the buffer itself, or one of its size whose elements are copied later."""
     direct = buffer.device.type == "cpu" and buffer.is_contiguous()
-    return buffer.detach() if direct else torch.empty(buffer.shape, dtype=buffer.dtype)
+    return buffer.detach() if direct else torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
 
 
 # Objects
@@ -254,7 +254,11 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         if obj.is_meta:
             return NotImplemented
-        flat = sendable(obj).reshape(-1).view(torch.uint8) if obj.numel() else torch.empty(0, dtype=torch.uint8)
+        flat = (
+            sendable(obj).reshape(-1).view(torch.uint8)
+            if obj.numel()
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
         data: Any = pickle.PickleBuffer(flat.numpy())  # type: ignore[arg-type]
         device = obj.device.type
         return _rebuild, (type(obj) is Tensor, data, obj.dtype, tuple(obj.shape), obj.requires_grad, device)
@@ -270,7 +274,7 @@ def _rebuild(
         memory = data if isinstance(data, bytearray) else bytearray(data)
         tensor = torch.frombuffer(memory, dtype=dtype).reshape(shape)
     else:
-        tensor = torch.empty(shape, dtype=dtype)
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
     if device != "cpu":
         tensor = tensor.to(_receiving_device)
     if not plain:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from smp import log
+from smp.bootstrap import AUTOCAST_DEVICES
 from smp.nested import flatten
 from smp.pp.journal import Journal
 from smp.pp.schedule import Action
@@ -128,7 +129,9 @@ def kind_of(arguments: dict[str, Any], count: int, root: nn.Module) -> Any:
             tuple(parameter.requires_grad for parameter in root.parameters()),
         )
     )
-    return (count, spec, shapes, flags, torch.is_grad_enabled())
+    autocast = [torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in AUTOCAST_DEVICES]
+    modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast)
+    return (count, spec, shapes, flags, modes)
 
 
 class StateWatch:
