@@ -163,6 +163,7 @@ class Index:
     numbers: segment -> its number among those of its kind on its stage (`Action.segment`).
     lookup: (stage, kind, number) -> segment.
     visits: stage -> its segments in program order.
+    previous: segment -> the one before it on its stage, or -1.
     needs: segment -> the segments that must have run or at least sent before it starts.
     waiters: segment -> for each of its sends, the segments that wait for that message.
     """
@@ -172,6 +173,7 @@ class Index:
         self.numbers: list[int] = []
         self.lookup: dict[tuple[int, ActionKind, int], int] = {}
         self.visits: dict[int, list[int]] = {}
+        self.previous: list[int] = []
         self.needs: list[list[int]] = []
         self.waiters: list[list[list[int]]] = []
         counts: dict[tuple[int, ActionKind], int] = {}
@@ -183,6 +185,7 @@ class Index:
             self.lookup[(*key, number)] = i
             visits = self.visits.setdefault(segment.stage, [])
             needs = visits[-1:]
+            self.previous.append(visits[-1] if visits else -1)
             visits.append(i)
             for message in segment.waits:
                 assert message in sent, f"segment {i} waits for message {message}, which no earlier segment sends"
