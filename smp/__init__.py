@@ -38,6 +38,7 @@ _EXPORTS: dict[str, str] = {
     "delay_param_initialization": "smp.tp.delayed",
     **dict.fromkeys(["tp_register", "tp_register_with_module", "register_parameter"], "smp.tp.registry"),
     **dict.fromkeys(["save", "load"], "smp.checkpoint.partial"),
+    "set_activation_checkpointing": "smp.activation",
     "step": "smp.pp.step",
     "StepOutput": "smp.pp.microbatch",
     "DistributedModel": "smp.model",

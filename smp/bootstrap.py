@@ -296,3 +296,57 @@ def device_state() -> Callable[[], contextlib.AbstractContextManager[None]]:
 def moves_over_process_groups(device: torch.device) -> bool:
     """Whether tensors between stages travel over process groups (NCCL), not over the host's transport."""
     return device.type == "cuda"
+
+
+class HostCopies:
+    """Copies between a device and host memory. On a host device each is a plain copy into new memory.
+
+    `to_host` and `to_device` return the copy and a token that says when it is complete; `to_device` takes the token of
+    the copy it reads from, `wait` makes the current stream wait for one.
+    """
+
+    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return tensor.clone(), None
+
+    def to_device(self, host: torch.Tensor, ready: Any) -> tuple[torch.Tensor, Any]:
+        return host.clone(), None
+
+    def wait(self, tensor: torch.Tensor, ready: Any) -> None:
+        pass
+
+
+class _CudaCopies(HostCopies):
+    """Through pinned memory, on a stream of their own, so that neither host nor compute waits for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        if tensor.device.type != "cuda":
+            return tensor.clone(), None
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            host.copy_(tensor, non_blocking=True)
+            tensor.record_stream(self._stream)  # its memory is not used for anything else before the copy is done
+            return host, self._stream.record_event()
+
+    def to_device(self, host: torch.Tensor, ready: Any) -> tuple[torch.Tensor, Any]:
+        if ready is None:
+            return host.clone(), None
+        with torch.cuda.stream(self._stream):  # after the copy to the host, which ran on this stream
+            tensor = torch.empty_like(host, device=self._device, pin_memory=False)
+            tensor.copy_(host, non_blocking=True)
+            return tensor, self._stream.record_event()
+
+    def wait(self, tensor: torch.Tensor, ready: Any) -> None:
+        if ready is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(ready)
+            tensor.record_stream(stream)
+
+
+def host_copies(device: torch.device) -> HostCopies:
+    """How tensors of `device` are put away in host memory."""
+    return _CudaCopies(device) if device.type == "cuda" else HostCopies()

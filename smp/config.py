@@ -137,9 +137,12 @@ class Config(BaseModel):
 
     def warnings(self) -> tuple[str, ...]:
         """What the user should know of keys that were set and change nothing."""
+        why_not = dict(NO_EFFECT)
+        if not self.offload_activations:
+            why_not["activation_loading_horizon"] = "it is for offload_activations, which is False"
         return tuple(
             f"{_SPELLING.get(key, key)}={getattr(self, key)!r} has no effect: {why}"
-            for key, why in NO_EFFECT.items()
+            for key, why in why_not.items()
             if key in self.model_fields_set and getattr(self, key) != type(self).model_fields[key].get_default()
         )
 
@@ -164,8 +167,6 @@ _STILL_TO_COME: dict[str, tuple[tuple[Any, ...], str]] = {
     "fp16_params": ((False,), "half precision"),
     "fp32_grad_accumulation": ((False,), "half precision"),
     "shard_optimizer_state": ((False,), "sharded optimizer state"),
-    "offload_activations": ((False,), "activation offloading"),
-    "activation_loading_horizon": ((4,), "activation offloading"),
     "sharded_data_parallel_degree": ((1,), "sharded data parallelism"),
     "sdp_reduce_bucket_size": ((5e8,), "sharded data parallelism"),
     "sdp_param_persistence_threshold": ((1e6,), "sharded data parallelism"),

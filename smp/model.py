@@ -28,6 +28,7 @@ from smp.dp.uneven import UnevenInputs
 from smp.errors import StepError, UsageError
 from smp.model_views import ModelViews
 from smp.nested import flatten
+from smp.pp import checkpointing
 from smp.pp import stages as stages_mod
 from smp.pp.assignment import decide, table
 from smp.pp.debug import Comparison, debug_enabled
@@ -225,6 +226,13 @@ class DistributedModel(ModelViews):
         """Whether `module` is part of this model."""
         return any(module is m for m in self.module.modules())
 
+    def checkpointing_changed(self) -> None:
+        """Modules were marked for activation checkpointing (smp.set_activation_checkpointing)."""
+        if current.streams is not None:
+            raise UsageError("smp.set_activation_checkpointing was called inside a step; call it between steps.")
+        if self.partitioned:
+            checkpointing.install(self.module, self.engine.stages)
+
     def _manages(self, tensor: Any) -> bool:
         return any(tensor is p for p in self.module.parameters())
 
@@ -254,6 +262,7 @@ class DistributedModel(ModelViews):
         with torch.no_grad():
             self.module = convert(self.module, rt)
             stages = self._assign_stages(call)
+            checkpointing.install(self.module, stages)
             stages.free_others()
             self.engine.stages = stages
             materialize(self.module, owned=stages.is_local, device=rt.device)

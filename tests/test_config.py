@@ -172,7 +172,6 @@ def test_combinations_of_coming_features_are_checked_too(config: dict[str, Any],
     ("key", "value"),
     [
         ("fp16", True), ("bf16", True), ("shard_optimizer_state", True), ("sharded_data_parallel_degree", 2),
-        ("offload_activations", True), ("activation_loading_horizon", 2),
         ("replicate_tied", True), ("pipeline", "zero_bubble"), ("pipeline", "auto"),
         ("_fp32_grad_accumulation", True), ("_match_weights", True), ("sdp_reduce_bucket_size", 1e6),
         ("sdp_param_persistence_threshold", 1.0), ("sdp_max_live_parameters", 1e6),
@@ -238,6 +237,9 @@ def test_keys_without_effect_are_accepted_with_a_warning() -> None:
     warnings = resolve(given, {}).warnings()
     assert [text.split("=")[0] for text in warnings] == ["static_mode", "contiguous", "optimize"]
     assert resolve({}, {}).warnings() == ()
+    (text,) = resolve({"activation_loading_horizon": 2}, {}).warnings()
+    assert "it is for offload_activations" in text
+    assert resolve({"activation_loading_horizon": 2, "offload_activations": True}, {}).warnings() == ()
     assert set(NO_EFFECT) <= set(Config.model_fields)
 
 

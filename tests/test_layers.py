@@ -14,7 +14,7 @@ LAYERS = """
     runtime state_mod
     rng nested
     comm
-    activation
+    offload activation
     tp
     pp
     dp

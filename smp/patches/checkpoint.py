@@ -1,5 +1,5 @@
-"""Activation checkpointing."""
+"""Activation checkpointing of single calls."""
 
-from smp.coming import to_come
+from smp.pp.checkpointing import checkpoint, checkpoint_sequential
 
-__getattr__ = to_come(__name__, ("checkpoint", "checkpoint_sequential"), "activation checkpointing")
+__all__ = ["checkpoint", "checkpoint_sequential"]

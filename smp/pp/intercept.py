@@ -9,21 +9,17 @@ A thread that runs no step function sees torch's own behaviour.
 """
 
 import functools
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch import nn
 
 from smp.errors import StepError
-from smp.log import warn_once
-from smp.nested import flatten
-from smp.pp.placed import Placed, current, user_line
+from smp.pp.checkpointing import checkpoint_call
+from smp.pp.placed import current, user_line
 from smp.pp.program import Program
-from smp.pp.structure import signature_of
 
 plain_backward = torch.autograd.backward
 _plain_apply = torch.autograd.Function.__dict__["apply"].__func__
@@ -95,126 +91,12 @@ def _script_call(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _checkpoint_in_step(function: Any, *args: Any, **kwargs: Any) -> Any:
-    streams = current.streams
-    if streams is None:
+    if current.streams is None:
         return _checkpoint_inner(function, *args, **kwargs)
     options = {name: kwargs.pop(name) for name in _CHECKPOINT_OPTIONS if name in kwargs}
-    function, args, kwargs = _unwrap_partial(function, args, kwargs)
-    module = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        # The reentrant form takes no keyword arguments for the function.
-        code = functools.partial(function, **kwargs)
-        once = _buffers_written_once(module, code) if isinstance(module, nn.Module) else code
-        return _checkpoint_inner(once, *args, **options)
-
-    program = _in_glue()
-    if program is not None and isinstance(module, nn.Module):
-        return _checkpoint_module(program, module, function, run, args, kwargs)
-    # A module has a stream of its own already; any other function gets one here.
-    seed = None if isinstance(module, nn.Module) else streams.enter()
-    try:
-        if program is None:
-            return run(*args, **kwargs)
-        return _checkpoint_function(program, function, run, args, kwargs)
-    finally:
-        if seed is not None:
-            streams.leave(seed)
-
-
-def _checkpoint_function(program: Program, function: Any, run: Any, args: Any, kwargs: Any) -> Any:
-    reached = list(_reached(function, set()))
-    if any(isinstance(x, nn.Module | Placed) for x in reached):
-        warn_once(
-            f"checkpoint {_describe(function)}",
-            "%s is not done: the function uses modules or placed tensors that are not among its arguments; "
-            "checkpoint the modules themselves.",
-            _describe(function),
-        )
-        return function(*args, **kwargs)
-    # Not the function itself: a closure is a new object on every call.
-    key = (getattr(function, "__code__", function), "checkpoint", *map(signature_of, reached))
-    return program.call_callable(_describe(function), run, key, args, kwargs)
-
-
-def _checkpoint_module(program: Program, module: nn.Module, function: Any, run: Any, args: Any, kwargs: Any) -> Any:
-    node = None if program.engine.stages is None else program.engine.stages.node_of(module)
-    if node is None:
-        warn_once(
-            f"checkpoint {id(module)}",
-            f"module '{type(module).__name__}' lies on several stages and is not checkpointed; checkpoint the modules "
-            "inside it.",
-        )
-        return function(*args, **kwargs)
-    key, stage = node
-    return program.call_module(f"checkpoint({key.name})", stage, run, key._replace(variant="checkpoint"), args, kwargs)
-
-
-def _buffers_written_once(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` for one checkpoint: when it is run again in the backward, the module's buffers stay as they are.
-
-    Else running statistics would move, and batches be counted, twice.
-    """
-    first = True
-    written: list[torch.Tensor] = []
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal first
-        if first:
-            first = False
-            versions = [(b, _version(b)) for b in module.buffers()]
-            result = function(*args, **kwargs)
-            written.extend(b for b, version in versions if _version(b) != version)
-            written.extend(_running_statistics(module))
-            return result
-        entries = [(m, dict(m._buffers)) for m in module.modules() if m._buffers]
-        values = [(b, b.detach().clone()) for b in written]
-        try:
-            return function(*args, **kwargs)
-        finally:
-            for m, buffers in entries:
-                m._buffers.update(buffers)
-            for b, value in values:
-                b.data.copy_(value)  # past the version counter: the new graph may have saved the buffer
-
-    return call
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _running_statistics(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Buffers of normalisations, whose kernels write them without counting a version."""
-    for m in module.modules():
-        if isinstance(m, nn.modules.batchnorm._NormBase):
-            yield from (b for b in m._buffers.values() if b is not None)
-
-
-def _reached(function: Any, seen: set[int]) -> Iterator[Any]:
-    """What a function reaches besides its arguments: through its closure, defaults and globals."""
-    if not isinstance(function, types.FunctionType) or id(function) in seen:
-        return
-    seen.add(id(function))
-    held: list[Any] = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
-    held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    held += [function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__]
-    for leaf in flatten(held)[0]:
-        yield leaf
-        if getattr(leaf, "__module__", None) == function.__module__:
-            yield from _reached(leaf, seen)
-
-
-def _describe(function: Any) -> str:
-    return f"checkpoint({getattr(function, '__qualname__', type(function).__name__)})"
-
-
-def _unwrap_partial(function: Any, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Open `functools.partial`, so that the tensors it holds count as arguments."""
-    while isinstance(function, functools.partial):
-        args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
-        function = function.func
-    return function, tuple(args), kwargs
+    if options.get("use_reentrant", True) is None:
+        del options["use_reentrant"]
+    return checkpoint_call(function, args, kwargs, {"use_reentrant": True, **options})
 
 
 _CHECKPOINT_OPTIONS = ("use_reentrant", "context_fn", "determinism_check", "debug", "preserve_rng_state", "early_stop")

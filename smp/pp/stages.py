@@ -52,6 +52,7 @@ class StageMap:
         self._buffer_at: dict[str, nn.Module] = {}
         self._trainable: dict[str, list[torch.Tensor]] = {}
         self._flags: dict[str, int] = {}
+        self._groups: dict[str, tuple[str, ...]] = {}  # names of modules that run as one node, by the node's name
         self._names = {id(module): name for name, module in root.named_modules()}
         for prefix, module in root.named_modules(remove_duplicate=False):
             stage = self._stage_for(prefix, own_stage)
@@ -113,10 +114,11 @@ class StageMap:
         if not isinstance(key, NodeKey):
             return {}
         found = {}
-        for prefix, module in self.root.get_submodule(key.name).named_modules(prefix=key.name):
-            for name, buffer in module._buffers.items():
-                if buffer is not None and _join(prefix, name) in self._buffer_at:
-                    found[_join(prefix, name)] = (buffer, 0 if buffer.is_inference() else buffer._version)
+        for member in self._groups.get(key.name, (key.name,)):
+            for prefix, module in self.root.get_submodule(member).named_modules(prefix=member):
+                for name, buffer in module._buffers.items():
+                    if buffer is not None and _join(prefix, name) in self._buffer_at:
+                        found[_join(prefix, name)] = (buffer, 0 if buffer.is_inference() else buffer._version)
         return found
 
     def buffers_written(self, key: Any, before: dict[str, tuple[torch.Tensor, int]]) -> tuple[str, ...]:
@@ -243,6 +245,35 @@ class StageMap:
             return None
         stage = self.assignment.get(name)
         return None if stage is None and _has_parameters(module) else (self._key(name, module), stage)
+
+    def group_of(self, modules: tuple[nn.Module, ...]) -> tuple[NodeKey, int | None]:
+        """Key and stage of modules that run as one node, one after another. None of them is split over stages."""
+        nodes = [self.node_of(module) for module in modules]
+        found = [node for node in nodes if node is not None]
+        assert len(found) == len(modules)
+        keys = tuple(key for key, _ in found)
+        name = " + ".join(key.name for key in keys)
+        self._groups[name] = tuple(key.name for key in keys)
+        members = [self._trainable.get(key.name, []) for key in keys]
+        self._trainable[name] = list(dict.fromkeys(p for parameters in members for p in parameters))
+        stage = next((stage for _, stage in found if stage is not None), None)
+        return NodeKey(name, any(key.training for key in keys), hash(keys), True, "group"), stage
+
+    def name_of(self, module: nn.Module) -> str:
+        """The module's name in the model; empty for the model itself, and for a module that is not in it."""
+        return self._names.get(id(module), "")
+
+    def stages_in(self, module: nn.Module) -> dict[str, int]:
+        """The stages of the parts of a module that have parameters of their own: of their names inside it."""
+        name = self._names.get(id(module))
+        if name is None or self.assignment.get(name) is not None:
+            return {}
+        found: dict[str, int] = {}
+        for inner, part in module.named_modules():
+            for parameter in part._parameters.values():
+                if parameter is not None and id(parameter) in self._owner:
+                    found[inner or "itself"] = self._owner[id(parameter)]
+        return found
 
 
 def scoped_call(module: nn.Module) -> Callable[..., Any]:

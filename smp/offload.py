@@ -1,0 +1,115 @@
+"""Activations in host memory between forward and backward.
+
+    forward   region 0   region 1   region 2          every region of checkpointed code puts away what it keeps:
+              parcel 0   parcel 1   parcel 2          copied to the host on a stream of its own, device memory freed
+    backward                        parcel 2          on first use of a parcel the `horizon` ones before it start to
+                         parcel 1   <- loading        come back, on that stream again
+              parcel 0   <- loading
+
+A pipeline knows further ahead: `prefetch` brings back all parcels of the microbatches whose backward comes soon.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smp.bootstrap import host_copies
+
+
+class Offload:
+    """Keeps tensors that autograd saves in host memory.
+
+    Args:
+        device: where they come from and go back to.
+        horizon: how many parcels ahead of use to load.
+        microbatch: which microbatch the calling thread works on.
+    """
+
+    def __init__(self, device: torch.device, horizon: int, microbatch: Callable[[], int] = lambda: 0) -> None:
+        self._copies = host_copies(device)
+        self._horizon = horizon
+        self._microbatch = microbatch
+        self._parcels: dict[int, list[weakref.ref[Parcel]]] = {}
+
+    def saving(self) -> AbstractContextManager[None]:
+        """What autograd saves inside goes into one new parcel."""
+        parcel = Parcel(self)
+        line = self._parcels.setdefault(self._microbatch(), [])
+        while line and line[-1]() is None:  # used up
+            line.pop()
+        line.append(weakref.ref(parcel))
+        return torch.autograd.graph.saved_tensors_hooks(parcel.pack, unpack)
+
+    def prefetch(self, microbatches: Sequence[int]) -> None:
+        """Start to load all parcels of these microbatches."""
+        for microbatch in microbatches:
+            for parcel in self._living(microbatch):
+                parcel.load()
+
+    def load_before(self, used: "Parcel") -> None:
+        """A parcel is used: start to load the ones that the backward comes to next."""
+        for line in self._parcels.values():
+            living = [parcel for parcel in (ref() for ref in line) if parcel is not None]
+            if used in living:
+                at = living.index(used)
+                for parcel in living[max(0, at - self._horizon) : at][::-1]:
+                    parcel.load()
+
+    def _living(self, microbatch: int) -> "list[Parcel]":
+        found = [parcel for parcel in (ref() for ref in self._parcels.get(microbatch, ())) if parcel is not None]
+        self._parcels[microbatch] = [weakref.ref(parcel) for parcel in found]
+        return found[::-1]
+
+
+class Parcel:
+    """What one region of checkpointed code keeps. It lives as long as autograd may ask for it."""
+
+    def __init__(self, owner: Offload) -> None:
+        self._owner = owner
+        self._packed: list[weakref.ref[Packed]] = []
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Copies to the host. Parameters stay where they are: they are not given up anyway."""
+        if isinstance(tensor, nn.Parameter) or tensor.layout is not torch.strided or not tensor.numel():
+            return tensor
+        packed = Packed(self, *self._owner._copies.to_host(tensor.detach()))
+        self._packed.append(weakref.ref(packed))
+        return packed
+
+    def load(self) -> None:
+        """Start to copy back to the device what is not there yet."""
+        for packed in (ref() for ref in self._packed):
+            if packed is not None:
+                packed.load()
+
+
+class Packed:
+    """One tensor in host memory, and on the device while it is wanted there."""
+
+    def __init__(self, parcel: Parcel, host: Tensor, ready: Any) -> None:
+        self._parcel = parcel
+        self._host, self._ready = host, ready
+        self._loaded: tuple[Tensor, Any] | None = None
+
+    def load(self) -> None:
+        """Start to copy to the device."""
+        if self._loaded is None:
+            self._loaded = self._parcel._owner._copies.to_device(self._host, self._ready)
+
+    def take(self) -> Tensor:
+        """The tensor on the device, for use on the current stream."""
+        self._parcel.load()
+        assert self._loaded is not None
+        (tensor, ready), self._loaded = self._loaded, None
+        self._parcel._owner._copies.wait(tensor, ready)
+        self._parcel._owner.load_before(self._parcel)
+        return tensor
+
+
+def unpack(saved: Any) -> Tensor:
+    """What `Parcel.pack` gave, as a tensor again."""
+    return saved.take() if isinstance(saved, Packed) else saved
