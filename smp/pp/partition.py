@@ -178,7 +178,7 @@ def pin_of(module: nn.Module) -> int | None:
 
 def pinned_stages(module: nn.Module) -> set[int]:
     """The stages on which parts of a module are placed by `set_partition`."""
-    return {pin for pin in map(_pin, module.modules()) if pin is not None}
+    return {pin for pin in map(pin_of, module.modules()) if pin is not None}
 
 
 # Below, `placed` gives each module that has parameters of its own the stage of those; it is keyed by the module's name.
