@@ -85,9 +85,9 @@ def set_activation_checkpointing(
         UsageError: `module` is no module, is not called itself (a list), or is not part of the model; an unknown
             strategy, or one for a module that is no nn.Sequential; a call inside a step.
     """
-    group = checked(module, preserve_rng_state, pack_args_as_tuple, strategy, "smp.set_activation_checkpointing")
     model: Any = runtime.get().model if runtime.is_initialized() else None
-    target = cast(nn.Module, module.module) if module is model else module
+    target = cast(nn.Module, module.module) if model is not None and module is model else module
+    group = checked(target, preserve_rng_state, pack_args_as_tuple, strategy, "smp.set_activation_checkpointing")
     if model is not None and not model.owns_module(target):
         raise UsageError(
             f"smp.set_activation_checkpointing: this {type(module).__name__} is not part of the model. Take the module "

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from smp.activation import is_checkpointed
 from smp.errors import PartitionError
 from smp.pp.cost import ZERO, Costs, ModuleCost
 from smp.pp.partition import Assignment, Balance, assign, memory_bytes, pin_of
@@ -74,7 +75,7 @@ def _decide_alone(module: nn.Module, rt: Runtime, call: Call | None) -> Decision
         return load(config.partition_file, module, degrees)
     costs = None
     if call is not None and not config.skip_tracing:
-        costs = trace(module, *call, device=rt.device)
+        costs = trace(module, *call, device=rt.device, recomputed=is_checkpointed)
     balance = Balance(config.memory_weight, config.virtual_stages)
     assignment = assign(module, rt.topology.pp_size, config.auto_partition, config.default_partition, costs, balance)
     decision = Decision(assignment, costs)
