@@ -356,7 +356,9 @@ class DistributedModel(ModelViews):
     def _replace_calls(self) -> None:
         """Let the engine take calls of placed modules until the step ends."""
         if self._calls_replaced is not None and self.engine.stages is not None:
-            self._calls_replaced.enter_context(stages_mod.replaced_calls(self.engine.stages.replacements()))
+            stages = self.engine.stages
+            self._calls_replaced.enter_context(stages_mod.replaced_calls(stages.replacements()))
+            self._calls_replaced.enter_context(stages_mod.replaced_calls(stages.recording(), "forward"))
 
     def _begin_pass(self) -> None:
         if not self._in_pass:

@@ -43,10 +43,13 @@ class Call:
     arrived: list[Value | None] = field(default_factory=list)
 
     def check(self) -> None:
-        """Raises `StepError` for an operand that is out of date, or hidden in an object that cannot be moved."""
+        """Raises `StepError` for an operand that is out of date, that comes from elsewhere with a history, or that is
+        hidden in an object that cannot be moved."""
         for index, value in enumerate(self.values):
             if value is not None:
                 value.check_fresh()
+            elif isinstance(self.leaves[index], torch.Tensor):
+                _check_history(self.leaves[index])
             elif _hides_placed(self.leaves[index]):
                 raise self._hidden(index)
 
@@ -122,6 +125,15 @@ class Call:
 
 def nominal_seconds(flops: float, nbytes: float) -> float:
     return flops / 5e10 + nbytes / 5e9
+
+
+def _check_history(tensor: torch.Tensor) -> None:
+    if tensor.requires_grad and tensor.grad_fn is not None and torch.is_grad_enabled():
+        raise StepError(
+            f"a tensor of shape {tuple(tensor.shape)} is used at {user_line()} that was computed inside a module of "
+            "one stage and kept by a hook or an attribute, or outside the step: other stages have not got it, and its "
+            "gradient would be lost. Return it from the module, or detach it if it is the same on every rank."
+        )
 
 
 def _hides_placed(leaf: Any) -> bool:

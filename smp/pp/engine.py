@@ -19,6 +19,7 @@ from smp.topology import CommGroup
 if TYPE_CHECKING:
     from smp.pp.cost import Costs
     from smp.pp.debug import Comparison
+    from smp.pp.observe import Observers
     from smp.pp.placed import Value
     from smp.pp.program import Program
     from smp.pp.record import Recorder
@@ -103,6 +104,10 @@ class Engine:
     def adopt_buffer(self, tensor: torch.Tensor, owner: int) -> bool:
         """A buffer of glue code was written on `owner`: it lives there from now on. False when it is no buffer."""
         return self.stages is not None and self.stages.adopt_buffer(tensor, owner)
+
+    def observed(self, key: Any, observers: "Observers") -> "list[tuple[int, torch.nn.Module]]":
+        """Those modules inside a called one that are observed, with their positions there."""
+        return self.stages.observed(key, observers) if self.stages is not None else []
 
     def parameters_of(self, key: Any) -> list[torch.Tensor]:
         """The trainable parameters that a call reaches by itself: those of its module."""

@@ -22,6 +22,7 @@ from smp.pp import placed as glue
 from smp.pp.call import Call
 from smp.pp.engine import Engine, StepContext
 from smp.pp.journal import EVERYBODY, Edge, EdgeKind, Journal, Work
+from smp.pp.observe import Observers, note_picked, picking
 from smp.pp.placed import GlueMode, Placed, Storage, Value, user_line
 from smp.pp.segments import Cut
 from smp.pp.special import SPECIAL, refuse
@@ -50,6 +51,7 @@ class Program:
         self.tape = Tape(engine.rank, step.reach.release)
         self.in_node = ""  # the name of the call being run on plain tensors, if any
         self.mode = GlueMode(self)
+        self.observers: Observers = {}
         self.num_backwards = 0
         self.called_after_backward = False
         self.journal: Journal | None = None  # filled while a program is recorded for a plan
@@ -98,6 +100,19 @@ class Program:
         `forward` runs it, in a random stream of its own if it may draw. A module without an owner and without placed
         operands runs on every rank.
         """
+        observed = self.engine.observed(key, self.observers) if self.observers else []
+        if observed:
+            seen = [m for _, m in observed]
+            forward = picking(forward, seen, self.observers)
+            key = key._replace(variant=f"observed {[(i, len(self.observers[id(m)])) for i, m in observed]}")
+            result, picked = self._call_module(name, owner, forward, key, args, kwargs)
+            note_picked(seen, self.observers, picked)
+            return result
+        return self._call_module(name, owner, forward, key, args, kwargs)
+
+    def _call_module(
+        self, name: str, owner: int | None, forward: Callable[..., Any], key: Any, args: Any, kwargs: Any
+    ) -> Any:
         call = self._open(key, name, forward, args, kwargs, owner, is_function=False)
         if call is None:
             return forward(*args, **kwargs)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from smp.errors import StepError, UsageError
+from smp.pp.observe import Observers, recording_forward
 from smp.pp.placed import Placed, current, user_line
 from smp.rng import DETERMINISTIC_MODULES
 from smp.tp.delayed import hollow
@@ -153,6 +154,11 @@ class StageMap:
             self.replace_buffer(name, now, owner)
         return [id(old), id(now)]
 
+    def observed(self, key: Any, observers: Observers) -> list[tuple[int, nn.Module]]:
+        """Those modules inside the called one that are observed, with their positions there."""
+        inside = enumerate(self.root.get_submodule(key.name).modules()) if isinstance(key, NodeKey) else ()
+        return [(position, module) for position, module in inside if id(module) in observers]
+
     def is_local(self, name: str) -> bool:
         """Whether the parameter or buffer of that name lives on this rank's stage."""
         return self.stage_of[name] == self.rank
@@ -203,7 +209,15 @@ class StageMap:
             if stage is not None or not _has_parameters(module):
                 yield module, self._node_call(name, module, stage)
             elif type(module) not in DETERMINISTIC_MODULES:
-                yield module, scoped_call(module)
+                yield module, glue_call(module)
+
+    def recording(self) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+        """Each module over several stages that gathers what its layers return, with what takes its forward."""
+        for name, module in self.root.named_modules():
+            if self.assignment.get(name) is None and _has_parameters(module):
+                forward = recording_forward(module)
+                if forward is not None:
+                    yield module, forward
 
     def _node_call(self, name: str, module: nn.Module, stage: int | None) -> Callable[..., Any]:
         deterministic = type(module) in DETERMINISTIC_MODULES
@@ -293,6 +307,21 @@ def scoped_call(module: nn.Module) -> Callable[..., Any]:
     return call
 
 
+def glue_call(module: nn.Module) -> Callable[..., Any]:
+    """The call of a module whose children lie on several stages: in a random stream of its own, seen by observers."""
+    scoped = scoped_call(module)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        output = scoped(*args, **kwargs)
+        program = current.program
+        if program is not None and id(module) in program.observers:
+            for observer in list(program.observers[id(module)]):
+                observer.note(observer.pick(args, output))
+        return output
+
+    return call
+
+
 def scopes(root: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
     """The replacements of a model that is not cut into stages: only random streams."""
     for module in root.modules():
@@ -301,17 +330,19 @@ def scopes(root: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
 
 
 @contextmanager
-def replaced_calls(replacements: Iterator[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+def replaced_calls(
+    replacements: Iterator[tuple[nn.Module, Callable[..., Any]]], attribute: str = "_call_impl"
+) -> Iterator[None]:
     """Let the given functions take the modules' calls inside this context."""
     changed = []
     try:
         for module, call in replacements:
-            module.__dict__["_call_impl"] = call
+            module.__dict__[attribute] = call
             changed.append(module)
         yield
     finally:
         for module in changed:
-            module.__dict__.pop("_call_impl", None)
+            module.__dict__.pop(attribute, None)
 
 
 def settle_buffers(stages: StageMap) -> None:

@@ -103,7 +103,8 @@ def _run(
     module: nn.Module, args: Any, kwargs: Any, device: torch.device, recomputed: Recomputed, with_grad: bool
 ) -> Costs:
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.inference_mode(False):
-        twin = copy.deepcopy(module, {id(t): _fake_twin(t, device) for t in _tensors(module)})
+        tensors = [*_tensors(module), *_held_tensors(module)]
+        twin = copy.deepcopy(module, {id(t): _fake_twin(t, device) for t in tensors})
         names = {name for name, part in module.named_modules() if recomputed(part)}
         ledger = Ledger(survey(twin), device.type, names.__contains__)
         for name, child in list(twin.named_modules()):
@@ -203,6 +204,11 @@ def _describe_opaque(opaque: dict[str, str]) -> str:
 
 def _tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
+
+
+def _held_tensors(module: nn.Module) -> list[Tensor]:
+    """Those in plain attributes of modules: a real tensor cannot be copied among fake ones."""
+    return [value for child in module.modules() for value in vars(child).values() if isinstance(value, Tensor)]
 
 
 def _device_of(module: nn.Module) -> torch.device:

@@ -98,13 +98,13 @@ def plain_run(case: Case, setup: Setup, optimizer: Optimizer = sgd, batches_over
             whole = job_batch(case, size * batches_over, step * setup.passes + n, setup.dtype)
             for part in range(batches_over):
                 own = rows_of(whole, part * size, (part + 1) * size)
-                mean = torch.zeros((), dtype=setup.dtype)
+                each = []
                 for m in range(setup.microbatches):
                     loss = case.loss_of(model(**rows_of(own, m * setup.rows, (m + 1) * setup.rows)))
                     (loss / (setup.microbatches * batches_over)).backward()
-                    mean += loss.detach() / setup.microbatches
+                    each.append(loss.detach())
                 if part == number:
-                    losses.append(mean)
+                    losses.append(torch.stack(each).mean())
         gradients = {name: p.grad for name, p in model.named_parameters()}
         gradients = {name: None if g is None else g.clone() for name, g in gradients.items()}
         opt.step()

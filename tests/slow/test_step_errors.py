@@ -78,8 +78,15 @@ def run(forward: str, inner: str = "self.l(x)", batch: str = "{'x': x}") -> str:
             {"forward": "self.b(self.a(x)).sum()", "batch": "{'x': x, **({'y': x} if smp.pp_rank() else {})}"},
             "arguments of the same structure",
         ),
+        (
+            {
+                "forward": "self.b(self.a(x)).sum() + sum(self.b.held)",
+                "inner": "[self.held.append(self.l(x).sum()), self.l(x)][1]",
+            },
+            "kept by a hook or an attribute",
+        ),
     ],
-    ids=["unstable result", "hidden tensor", "module of another stage", "other arguments"],
+    ids=["unstable result", "hidden tensor", "module of another stage", "other arguments", "kept tensor"],
 )
 def test_an_error_of_one_stage_ends_the_job_with_its_reason(arguments: dict[str, str], said: str) -> None:
     """The other stages would wait for messages that never come, and the user would not learn why."""
