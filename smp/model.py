@@ -203,15 +203,21 @@ class DistributedModel(ModelViews):
                 )
         assert self.reducer is not None
         streams = current.streams
-        if streams is not None:
+        in_step = streams is not None
+        if in_step:
             self.reducer.backward_starts()
         seeds = [torch.full_like(t, scale) if g is None else g * scale for t, g in zip(tensors, gradients, strict=True)]
         seed = streams.current() if streams is not None else 0
+        recorder = self.engine.recorder if in_step else None
+        if recorder is not None:
+            recorder.begin_backward()
         current.in_backward = True
         try:
             plain_backward(tensors, seeds)
         finally:
             current.in_backward = False
+        if recorder is not None:
+            recorder.end_backward()
         if streams is not None:
             streams.leave(seed)
 

@@ -2,6 +2,8 @@
 
 import re
 
+from benchmarks.figures import FIGURES
+from benchmarks.rows import rows
 from smp.config import _SPELLING, ALIASES, NO_EFFECT, Config
 from tests.harness import ROOT
 
@@ -27,3 +29,15 @@ def test_contributor_guide_names_only_files_that_exist() -> None:
     for document in ("README.md", "CONTRIBUTING.md"):
         for path in re.findall(r"`((?:smp|tests|examples|smdistributed)/[\w./]+)`", (ROOT / document).read_text()):
             assert (ROOT / path).exists(), f"{document}: {path}"
+
+
+def test_readme_lists_the_rows_of_the_benchmarks() -> None:
+    """A row that nobody knows of is not run; one that is only written down cannot be."""
+    section = (ROOT / "README.md").read_text().split("## Speed and memory")[1].split("\n## ")[0]
+    named = {
+        name
+        for line in section.splitlines()
+        if line.startswith("| `")
+        for name in re.findall(r"`([\w-]+)`", line.split("|")[1])
+    }
+    assert named == {row.name for row in rows({})} | set(FIGURES)

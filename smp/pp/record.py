@@ -1,4 +1,4 @@
-"""What a rank did during a step, as spans of time. Pure: the engine adds spans while a timeline is active.
+"""What a rank did during a step, as spans of time. The engine adds spans while a timeline is active.
 
 Who records what:
 
@@ -11,7 +11,12 @@ A MOVE and its WAIT carry the same microbatch and name: k-th meets k-th.
 """
 
 import enum
-from typing import NamedTuple
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from smp.pp.simulate import Plan
 
 
 class SpanKind(enum.Enum):
@@ -45,13 +50,37 @@ class Span(NamedTuple):
     nbytes: int = 0
 
 
-class Recorder:
-    """Collects the spans of one rank, in the order in which they end."""
+@dataclass(frozen=True)
+class StepRecord:
+    """One step on one rank, as it was run.
 
-    __slots__ = ("spans",)
+    Attributes:
+        spans: what the rank did, in the order in which it ended.
+        plan: what the whole pipeline had planned; None for a step without a plan.
+    """
+
+    spans: tuple[Span, ...]
+    plan: "Plan | None" = None
+
+    @property
+    def actions(self) -> list[Span]:
+        """The spans of forward, backward and weight actions, in order."""
+        return [span for span in self.spans if span.kind not in (SpanKind.WAIT, SpanKind.MOVE)]
+
+
+class Recorder:
+    """Collects the spans of one rank, in the order in which they end, and cuts them into steps.
+
+    Attributes:
+        spans: of the step that runs.
+        steps: those that have ended.
+    """
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
+        self.steps: list[StepRecord] = []
+        self._microbatch = self._part = 0
+        self._began = 0.0
 
     def add(
         self,
@@ -66,3 +95,37 @@ class Recorder:
     ) -> None:
         """Add a span; see `Span` for the arguments."""
         self.spans.append(Span(kind, microbatch, segment, begin, end, name, peer, nbytes))
+
+    # Without stages a program runs from its begin to its end, and only its backwards are marked.
+
+    def begin_microbatch(self, microbatch: int) -> None:
+        """Its forward begins."""
+        self._microbatch, self._began = microbatch, time.perf_counter()
+        self._part = 0
+
+    def begin_backward(self) -> None:
+        """A backward of the current microbatch begins: what was until now was its forward."""
+        self._turn_over(SpanKind.FORWARD)
+
+    def end_backward(self) -> None:
+        """The backward has ended."""
+        self._turn_over(SpanKind.BACKWARD)
+        self._part += 1
+
+    def end_microbatch(self) -> None:
+        """The program of the current microbatch has ended."""
+        self._turn_over(SpanKind.FORWARD)
+
+    def _turn_over(self, kind: SpanKind) -> None:
+        now = time.perf_counter()
+        self.add(kind, self._microbatch, self._part, self._began, now)
+        self._began = now
+
+    def end_step(self, plan: "Plan | None" = None) -> None:
+        """The spans since the last step make up one."""
+        self.steps.append(StepRecord(tuple(self.spans), plan))
+        self.spans.clear()
+
+    def drop_step(self) -> None:
+        """The step has failed: what was recorded of it is forgotten."""
+        self.spans.clear()

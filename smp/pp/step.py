@@ -128,6 +128,8 @@ class _StepFunction:
             except BaseException:
                 if rt.model is not None:
                     rt.model._step_failed()
+                    if rt.model.engine.recorder is not None:
+                        rt.model.engine.recorder.drop_step()
                 raise
         result = merge_outputs(outputs)
         if rt.model is not None:
@@ -157,6 +159,7 @@ class _StepFunction:
         streams = rng.Streams(_salt(rt))
         seed = rng.mix(seed, rt.rdp_rank)
         model = rt.model
+        recorder = None if model is None else model.engine.recorder
         if model is not None:
             stack.enter_context(stages_mod.replaced_calls(stages_mod.scopes(model.module)))
             stack.enter_context(intercepted(model._backward_tensors))
@@ -168,12 +171,18 @@ class _StepFunction:
                 streams.seed(rng.mix(seed, k))
                 if model is not None:
                     model._begin_microbatch(k)
+                if recorder is not None:
+                    recorder.begin_microbatch(k)
                 output = body(part)
+                if recorder is not None:
+                    recorder.end_microbatch()
                 outputs.append(_detached(output) if self._detach else output)
         finally:
             current.streams = None
         if model is not None:
             model._end_step()
+        if recorder is not None:
+            recorder.end_step()
         return outputs
 
     # -- several stages ------------------------------------------------------------------------------------------------
@@ -224,6 +233,8 @@ class _StepFunction:
             stages_mod.settle_buffers(engine.stages)
         share_written(engine, rt.group(CommGroup.PP_GROUP), programs, context.written)
         model._end_step()
+        if context.recorder is not None:
+            context.recorder.end_step(engine.last_plan)
         return shared
 
     def _prepare(self, rt: Runtime, programs: list[Program], known: Known | None, count: int) -> Sequence[Action]:
