@@ -19,6 +19,8 @@ With `forwards_first`, backwards of a window of microbatches are held back until
 back by that: nothing before a leading forward is a backward, and the whole window is admitted, for the limit is the
 window. Once none is left, nothing of the window is held back, and the proof above holds again.
 
+`ahead` changes nothing: below k none has a forward or backward left. Where W alone fill a stage, they run.
+
 A rule that waits (`patience`) waits only for something that is under way.
 """
 
@@ -66,6 +68,8 @@ class Rule:
     limits: per stage, the most microbatches in flight.
     window: microbatches that go through one segment before the next one has its turn.
     patience: a stage rather idles than starts a W when something better arrives within this share of the W's duration.
+    ahead: per stage, the most microbatches in flight that have a forward or backward left there; () for the limits.
+    debts: per stage, how many W may be outstanding before one comes ahead of forwards; () for any number.
     alternate: after a backward a forward comes first, else a ready backward always does.
     forwards_first: all forwards of a window of `limits[0]` microbatches (the same on every stage), then their
         backwards.
@@ -74,6 +78,8 @@ class Rule:
     limits: tuple[int, ...]
     window: int = 1
     patience: float = 0.0
+    ahead: tuple[int, ...] = ()
+    debts: tuple[int, ...] = ()
     alternate: bool = False
     forwards_first: bool = False
 
@@ -103,7 +109,8 @@ class Graph:
     sends: per node, (node, seconds from the start until it may start).
     follow: per node, those that wait for its end: the next segment on the stage, its W.
     after: the node of the same kind and number of the next microbatch on the stage, or -1.
-    first: whether it is its microbatch's first on its stage.
+    has_weight: whether it is a backward whose weight gradients are a W of their own.
+    first, last: whether it is its microbatch's first, its last (but for W) on its stage.
     lead: whether it is a forward before its program's first backward.
     """
 
@@ -122,7 +129,9 @@ class Graph:
         self.needs: list[int] = []
         self.sends: list[list[tuple[int, float]]] = []
         self.follow: list[list[int]] = []
+        self.has_weight: list[bool] = []
         self.first: list[bool] = []
+        self.last: list[bool] = []
         self.lead: list[bool] = []
         self.visitors: list[list[int]] = [[] for _ in range(num_stages)]  # microbatches that come to a stage
         self.left: list[list[int]] = [[0] * len(programs) for _ in range(num_stages)]  # actions there, by microbatch
@@ -158,11 +167,13 @@ class Graph:
             needs = len(segment.waits) + (previous >= 0)
             self._append(segment.stage, _CODES[segment.kind], k, index.numbers[i], duration + overhead, needs, sends)
             self.first[-1] = previous < 0
+            self.last[-1] = index.visits[segment.stage][-1] == i
             self.lead[-1] = i < first_backward
             if segment.kind is ActionKind.FORWARD:
                 self.chunks = max(self.chunks, index.numbers[i] + 1)
         for i, segment in enumerate(segments):
             if split[i]:
+                self.has_weight[base + i] = True
                 self.follow[base + i].append(len(self.stages))
                 self._append(segment.stage, WEIGHT, k, index.numbers[i], segment.weight + overhead, 1, [])
         for stage in index.visits:
@@ -179,7 +190,9 @@ class Graph:
         self.needs.append(needs)
         self.sends.append(sends)
         self.follow.append([])
+        self.has_weight.append(False)
         self.first.append(False)
+        self.last.append(False)
         self.lead.append(False)
         self.left[stage][k] += 1
 
@@ -226,14 +239,14 @@ class Graph:
     def needed_limits(self) -> list[int]:
         """How many microbatches must be in flight per stage so that the busiest stage need not wait (Little's law):
         the time that one alone spends between its first action there and the end of its last backward, over the
-        busiest stage's time per microbatch."""
+        busiest stage's time per microbatch, W left out."""
         before, _ = self.distances()
         enter = [math.inf] * self.num_stages
         leave = [0.0] * self.num_stages
         busy = [0.0] * self.num_stages
         for i, stage in enumerate(self.stages):
-            busy[stage] += self.durations[i] / self.num_microbatches
             if self.kinds[i] != WEIGHT:
+                busy[stage] += self.durations[i] / self.num_microbatches
                 enter[stage] = min(enter[stage], before[i])
                 leave[stage] = max(leave[stage], before[i] + self.durations[i])
         most = max(busy)
@@ -271,7 +284,10 @@ class _Execution:
         self.flying = [0] * stages
         self.most = [0] * stages
         self.left = [list(row) for row in graph.left]
+        self.open = [0] * stages  # of those in flight, the ones with a forward or backward left
+        self.ahead = rule.ahead or rule.limits
         self.newest = [FORWARD] * stages  # the kind of the last F or B
+        self.owed = [0] * stages  # W whose B has run
         self.rows: list[list[int]] = [[] for _ in range(stages)]
         self.starts = [0.0] * count
         self.events: list[tuple[float, int, int]] = []  # (time, stage, node that is ready or -1)
@@ -322,12 +338,15 @@ class _Execution:
     def _choose(self, stage: int, now: float) -> int:
         """Take out what `stage` runs now; -1 when it rather idles."""
         rule = self.rule
+        weights = self.choices[stage][WEIGHT]
+        in_debt = bool(weights and rule.debts) and self.owed[stage] > rule.debts[stage]
         prefer_forward = rule.forwards_first or (rule.alternate and self.newest[stage] == BACKWARD)
         for kind in (FORWARD, BACKWARD) if prefer_forward else (BACKWARD, FORWARD):
+            if in_debt and kind == FORWARD:
+                return heapq.heappop(weights)[3]
             chosen = self._take(stage, kind)
             if chosen >= 0:
                 return chosen
-        weights = self.choices[stage][WEIGHT]
         if weights and not (rule.patience and self._arrives_before(stage, now, self.graph.durations[weights[0][3]])):
             return heapq.heappop(weights)[3]
         return -1
@@ -345,7 +364,7 @@ class _Execution:
 
     def _admits(self, stage: int, k: int) -> bool:
         visitors, admitted, flying = self.graph.visitors[stage], self.admitted[stage], self.flying[stage]
-        if visitors[admitted] != k or flying >= self.rule.limits[stage]:
+        if visitors[admitted] != k or flying >= self.rule.limits[stage] or self.open[stage] >= self.ahead[stage]:
             return False
         if self.rule.forwards_first and flying:
             return visitors[admitted - 1] // self.size == k // self.size
@@ -369,13 +388,19 @@ class _Execution:
         end = self.free[stage] = start + graph.durations[i]
         self.rows[stage].append(i)
         heapq.heappush(self.events, (end, stage, -1))
-        if kind != WEIGHT:
+        if kind == WEIGHT:
+            self.owed[stage] -= 1
+        else:
             self.newest[stage] = kind
+            self.owed[stage] += self.graph.has_weight[i]
         if graph.first[i]:
             self.admitted[stage] += 1
             self.flying[stage] += 1
+            self.open[stage] += 1
             self.most[stage] = max(self.most[stage], self.flying[stage])
         self.left[stage][k] -= 1
+        if graph.last[i]:
+            self.open[stage] -= 1
         if not self.left[stage][k]:
             self.flying[stage] -= 1  # the stage chooses again only when this node has ended
         if self.leading and graph.lead[i]:

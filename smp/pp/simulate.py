@@ -133,7 +133,7 @@ def _search(graph: Graph, active: int) -> Outcome:
     a schedule that reaches the bound ends this. Last, limits are lowered as long as that costs no time.
     """
     search = _Search(graph)
-    needed = graph.needed_limits()
+    needed = tuple(min(active, limit) for limit in graph.needed_limits())
     stages = graph.num_stages
     everywhere = {min(active, max(1, n)) for n in (stages // 2, stages - 1, stages, stages + 1, 3 * stages // 2)}
     limits = {tuple(min(active, limit + extra) for limit in needed) for extra in (0, 1, 2, stages, active)}
@@ -141,7 +141,15 @@ def _search(graph: Graph, active: int) -> Outcome:
     windows = [1, 2, max(1, stages // 2), stages, graph.num_microbatches] if graph.chunks > 1 else [1]
     patiences = (0.0, 0.25, 0.5, 0.75, 1.0) if graph.split_weights else (0.0,)
     turns = (False, True)
-    search.attempt(Rule(tuple(min(active, n) for n in needed), window=stages if graph.chunks > 1 else 1))
+    aheads = [(), needed, tuple(limit + 1 for limit in needed)] if graph.split_weights else [()]
+
+    def debts(limits: tuple[int, ...]) -> list[tuple[int, ...]]:
+        if not graph.split_weights:
+            return [()]
+        spare = tuple(graph.chunks * (limit - least) for limit, least in zip(limits, needed))
+        return [(), tuple(max(0, n) for n in spare), tuple(limit - 1 for limit in limits)]
+
+    search.attempt(Rule(needed, window=stages if graph.chunks > 1 else 1))
     if search.runs < 40:  # too few to go up step by step
         for turn in turns:
             search.attempt(replace(search.rule, limits=(active,) * stages, alternate=turn))
@@ -150,10 +158,13 @@ def _search(graph: Graph, active: int) -> Outcome:
             search.attempt(replace(search.rule, limits=value))
         for window, turn in product(windows, turns):
             search.attempt(replace(search.rule, window=window, alternate=turn))
+        for debt, ahead, turn in product(debts(search.rule.limits), aheads, turns):
+            search.attempt(replace(search.rule, ahead=ahead, debts=debt, alternate=turn))
         for patience, turn in product(patiences, turns):
             search.attempt(replace(search.rule, patience=patience, alternate=turn))
-    for value, window, patience, turn in product(by_memory, windows, patiences, turns):
-        search.attempt(Rule(value, window, patience, turn))
+    for value, window, turn, patience in product(reversed(by_memory), windows, turns, patiences):
+        for debt, ahead in product(debts(value), aheads):
+            search.attempt(Rule(value, window, patience, ahead, debt, turn))
     search.lower_limits()
     return search.best
 
