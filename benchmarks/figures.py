@@ -3,6 +3,7 @@
 A result has the keys of `result`; `value` and `limit` are in the row's unit.
 """
 
+import json
 import os
 import statistics
 import subprocess
@@ -75,4 +76,31 @@ def imports(config: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-FIGURES = {"memory": memory, "overhead": overhead, "import": imports}
+def partition(config: dict[str, Any]) -> dict[str, Any]:
+    """The worst of several models, stage counts and memory weights."""
+    from benchmarks.planning import partition_quality
+
+    cases = partition_quality()
+    worst = max(cases, key=lambda case: case["ratio"])
+    title = "largest stage cost of the automatic partition, against the best contiguous one"
+    return result("partition", title, worst["ratio"], 1.01, "times", cases=cases, stages=[worst])
+
+
+def planning(config: dict[str, Any]) -> dict[str, Any]:
+    """Memory and seconds in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.planning"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    found = json.loads(done.stdout[done.stdout.index("{") :])
+    share = max(found["peak_bytes"] / 2**31, found["seconds"] / 60)
+    title = f"tracing and planning a GPT of {found['parameters'] / 1e9:.0f} billion parameters, of 2 GiB and 60 s"
+    return result("planning", title, share, 1.0, "of the limits", stages=[found])
+
+
+FIGURES = {
+    "memory": memory,
+    "overhead": overhead,
+    "partition": partition,
+    "planning": planning,
+    "import": imports,
+}

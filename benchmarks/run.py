@@ -113,7 +113,10 @@ def run_figure(name: str, config: dict[str, Any]) -> dict[str, Any]:
     found = {**FIGURES[name](config), "load": os.getloadavg()[0]}
     print(f"\n{name}: {found['title']}")
     for stage in found.get("stages", []):
-        print("  " + ", ".join(f"{key} {value:,.6g}" for key, value in stage.items()))
+        print(
+            "  "
+            + ", ".join(f"{key} {value if isinstance(value, str) else f'{value:,.6g}'}" for key, value in stage.items())
+        )
     for side, seconds in found.get("seconds", {}).items():
         print(f"  {side:32} {seconds:.3f} s")
     mark = "reached" if found["reached"] else "MISSED"
