@@ -52,7 +52,7 @@ class Config(BaseModel):
     active_microbatches: int = Field(default_factory=lambda seen: seen.get("pipeline_parallel_degree", 1) + 2, ge=1)
     pipeline: Literal["interleaved", "simple", "_only_forward", "zero_bubble", "auto"] = "interleaved"
     virtual_stages: int = Field(1, ge=1)
-    replicate_tied: bool | Literal["auto"] = False
+    replicate_tied: bool | Literal["auto"] = "auto"
     # Partition
     auto_partition: bool = True
     default_partition: int = Field(0, ge=0)
@@ -161,7 +161,6 @@ NO_EFFECT = {
 # Keys whose feature is still to come: the values that work today, and what the others would need.
 _STILL_TO_COME: dict[str, tuple[tuple[Any, ...], str]] = {
     "pipeline": (("interleaved", "simple", "_only_forward"), "schedules planned by simulation"),
-    "replicate_tied": ((False, "auto"), "tied weights held by both their stages"),
     "fp16": ((False,), "half precision"),
     "bf16": ((False,), "half precision"),
     "fp16_params": ((False,), "half precision"),

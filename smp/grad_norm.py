@@ -6,6 +6,7 @@ Every logical parameter counts once:
     whole                           all tp ranks of its stage, equal      tp_rank 0
     distributed (`_smp_shard`)      one part on each tp rank              each rank its part
     of another stage                that stage's ranks                    those
+    tied, of several stages         all ranks of these, equal             those of the first of the stages
 
 The sum runs over the mp group, one whole replica. Replicas hold equal gradients once these are reduced, so they all
 find the same norm.
@@ -23,6 +24,7 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grad
 
 from smp import runtime
+from smp.dp.tied import is_copy
 from smp.errors import UsageError
 from smp.runtime import Runtime
 from smp.topology import CommGroup
@@ -75,6 +77,8 @@ def global_norm(
     runtime's device.
     """
     norm_type = float(norm_type)
+    in_double = any(grad.dtype in (torch.float64, torch.complex128) for _, grad in entries)
+    entries = [(param, grad) for param, grad in entries if not is_copy(param)]
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}: a positive number or inf is needed")
     whole = [grad for param, grad in entries if _shard(param) is None]
@@ -98,7 +102,6 @@ def global_norm(
             f"The total norm of order {norm_type} of the whole model's gradients is {total.item()}, so it cannot be "
             "clipped. To scale the gradients by it anyway, set `error_if_nonfinite=False`"
         )
-    in_double = any(grad.dtype in (torch.float64, torch.complex128) for _, grad in entries)
     return total if in_double else total.float()
 
 

@@ -9,6 +9,7 @@ from smp.topology import CommGroup, Topology
 
 # Process groups by their world ranks. They outlive a Runtime: making one is collective and costs milliseconds.
 _cache: dict[tuple[int, ...], dist.ProcessGroup] = {}
+_extra: dict[tuple[int, ...], dist.ProcessGroup] = {}  # those of `group_of`, on members and all others
 
 
 @dataclass(frozen=True)
@@ -55,3 +56,19 @@ def _make(ranks: tuple[int, ...], rank: int, world_size: int, timeout: timedelta
         group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
         assert group is not None
         _cache[ranks] = group
+
+
+def group_of(
+    topology: Topology, ranks: tuple[int, ...], kind: CommGroup, rank: int, timeout: timedelta
+) -> Group | None:
+    """A group of any `ranks`, ascending. Collective over the world: every rank makes the same calls in the same order,
+    also those that are no members, which get None.
+    """
+    is_member = rank in ranks
+    if ranks not in _extra and not any(ranks in topology.groups(known) for known in CommGroup):
+        made = dist.new_group(list(ranks), timeout=timeout)
+        assert made is not None
+        _extra[ranks] = made
+    if not is_member:
+        return None
+    return Group(kind, ranks, ranks.index(rank), _extra.get(ranks) or _cache[ranks])

@@ -24,6 +24,7 @@ from smp.dp.broadcast import broadcast_coalesced
 from smp.dp.buffer_sync import BufferSync
 from smp.dp.optimizer_state import accept_empty_stages
 from smp.dp.reducer import Reducer
+from smp.dp.tied import TiedGroup, share_initial_values, tied_groups
 from smp.dp.uneven import UnevenInputs
 from smp.errors import StepError, UsageError
 from smp.model_views import ModelViews
@@ -103,6 +104,7 @@ class DistributedModel(ModelViews):
         self._broadcast_buffers = broadcast_buffers
         self._uneven = UnevenInputs(rt.group(CommGroup.DP_GROUP), rt.group(CommGroup.RDP_GROUP))
         self._buffer_sync: BufferSync | None = None
+        self._tied: dict[int, TiedGroup] = {}
         self.check_batch = BatchCheck(rt)
         self._state = State.CREATED
         self._pending_state: Any = None  # what load_state_dict was given before partition
@@ -274,6 +276,8 @@ class DistributedModel(ModelViews):
             materialize(self.module, owned=stages.is_local, device=rt.device)
             self._move_to_device(stages)
             self._take_weights_of_first_replica(stages)
+            self._tied = tied_groups(rt, stages)
+            share_initial_values(list(self.module.parameters()), self._tied)
         self._state = State.PARTITIONED
         model_state.apply_pending(self)
         self._make_reducer()
@@ -321,6 +325,7 @@ class DistributedModel(ModelViews):
             rdp=rt.group(CommGroup.RDP_GROUP),
             prescaled_batch=rt.config.prescaled_batch,
             uneven=self._uneven,
+            tied=self._tied,
             **self._reducer_options,
         )
         if rt.topology.pp_size == 1:
@@ -458,6 +463,11 @@ class DistributedModel(ModelViews):
     def owned(self, name: str) -> bool:
         """Whether the parameter or buffer of that name lives on this rank's stage."""
         return self._is_local(name)
+
+    def holders(self, name: str) -> tuple[int, ...]:
+        """The stages on which the parameter or buffer of that name lives: several for a replicated tied weight."""
+        assert self.engine.stages is not None
+        return self.engine.stages.holders.get(name, (self.stage_of[name],))
 
     def local_state_dict(self, cast_to_cpu: bool = True) -> "OrderedDict[str, Any]":
         """What lives on this rank, with `_smp_is_partial` True in it. See `smp.model_state.local_state_dict`."""

@@ -51,6 +51,10 @@ class StatefulModel(Protocol):
         """Whether the parameter or buffer of that name lives on this rank's stage."""
         ...
 
+    def holders(self, name: str) -> tuple[int, ...]:
+        """The stages on which the parameter or buffer of that name lives: several for a replicated tied weight."""
+        ...
+
 
 @dataclass
 class PendingState:
@@ -67,7 +71,8 @@ class _Entry:
 
     names: tuple[str, ...]
     tensor: Tensor
-    stage: int
+    stage: int  # the first of `holders`
+    holders: tuple[int, ...]
     owned: bool
 
     @property
@@ -118,7 +123,7 @@ def _entries(model: StatefulModel) -> list[_Entry]:
 def _entry(model: StatefulModel, names: tuple[str, ...], tensor: Tensor) -> _Entry:
     known = next((name for name in names if name in model.stage_of), None)
     assert known is not None, f"no stage is known for {names}"
-    return _Entry(names, tensor, model.stage_of[known], model.owned(known))
+    return _Entry(names, tensor, model.stage_of[known], model.holders(known), model.owned(known))
 
 
 def _like(source: Mapping[str, Any]) -> "OrderedDict[str, Any]":
@@ -358,7 +363,8 @@ def _plan(
         wanted = tuple(entry.tensor.shape) if partial else entry.global_shape
         order = [here, *(r for r in peers if r != here and partial and not same_partition)]
         source = next((r for r in order for name in entry.names if name in held[r]), None)
-        if source is None:
+        others = [rt.topology.rank_at(rdp=rt.rdp_rank, pp=pp, tp=rt.tp_rank) for pp in entry.holders[1:]]
+        if source is None or not (partial or all(any(name in held[r] for name in entry.names) for r in others)):
             plan.missing.extend(entry.names)
             continue
         plan.sources[number] = source
@@ -413,9 +419,9 @@ def _copy_in(rt: Runtime, entries: Sequence[_Entry], values: Mapping[str, Any], 
 
 
 def _deliver(rt: Runtime, entry: _Entry, own: list[Tensor], source: int, tag: int) -> list[Tensor]:
-    """A partial dict's tensor goes from `source` to the stage that owns it now; a buffer to all: they have copies."""
-    owner = rt.topology.rank_at(rdp=rt.rdp_rank, pp=entry.stage, tp=rt.tp_rank)
-    wanted = [owner] if isinstance(entry.tensor, nn.Parameter) else rt.group(CommGroup.PP_GROUP).ranks
+    """A partial dict's tensor goes from `source` to the stages that hold it now; a buffer to all: they have copies."""
+    owners = [rt.topology.rank_at(rdp=rt.rdp_rank, pp=pp, tp=rt.tp_rank) for pp in entry.holders]
+    wanted = owners if isinstance(entry.tensor, nn.Parameter) else rt.group(CommGroup.PP_GROUP).ranks
     takers = [rank for rank in wanted if rank != source]
     call = f"model.load_state_dict(), {entry.names[0]}"
     if rt.rank == source:

@@ -30,6 +30,9 @@ class HandMade:
     def owned(self, name: str) -> bool:
         return self.stage_of[name] == smp.pp_rank()
 
+    def holders(self, name: str) -> tuple[int, ...]:
+        return (self.stage_of[name],)
+
     def partition(self) -> None:
         kept = {id(p) for n, p in self.module.named_parameters(remove_duplicate=False) if self.owned(n)}
         for parameter in self.module.parameters():

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from smp import runtime
 from smp.comm.entry import raise_alike
+from smp.dp.tied import is_copy
 from smp.errors import CheckpointError
 from smp.runtime import Runtime
 from smp.topology import CommGroup
@@ -74,7 +75,7 @@ def gather(rt: Runtime, optimizer: Optimizer, names: Mapping[int, str], layout: 
         param = local.get(name)
         state = optimizer.state.get(param) if param is not None else None
         mine = None
-        if param is not None and state:
+        if param is not None and state and not is_copy(param):
             mine = (rt.tp_rank, getattr(param, "_smp_shard", None), tuple(param.shape), state)
         parts = rt.transport.all_gather_object(mine, group) if group.size > 1 else [mine]
         held = sorted((part for part in parts if part is not None), key=lambda part: part[0])
@@ -195,7 +196,9 @@ def split_partial(
     known = agree(rt, lambda: _by_name(optimizer, names, state_dict))
     needed = {names[id(param)]: param for entry in optimizer.param_groups for param in entry["params"]}
     if group.size > 1:
-        strays = {name: state for name, state in known.items() if name not in needed}
+        missing = rt.transport.all_gather_object([name for name in needed if name not in known], group)
+        asked = {name for names_of_rank in missing for name in names_of_rank}
+        strays = {name: state for name, state in known.items() if name in asked}
         for others in rt.transport.all_gather_object(strays, group):
             known |= {name: state for name, state in others.items() if name in needed}
 

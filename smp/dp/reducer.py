@@ -19,10 +19,15 @@ collectives must meet. Who says that a parameter is done:
 Gradients are means at rest: reducing `old + new`, where `old` is already the same everywhere, leaves `old` as it is.
 For parameters of distributed modules, whose local gradient is the sum over the tensor-parallel group's batches, that
 holds because the missing factor is applied to what arrives, not to what is there (`_scale_arriving`).
+
+The gradient of a tied weight that several stages hold is summed over them as well, in buckets of their own. These come
+last, in the same order on all stages, and only when the pass ends: until then a stage must not wait for another one.
+At rest the sum is on every holder; so when a window begins, all but the first holder drop what is there, else it would
+count once for each of them.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from functools import partial
@@ -35,10 +40,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from smp import runtime
+from smp import log, runtime
 from smp.dp.buckets import Item, assign, completion_order
 from smp.dp.comm_hook import Hook, HookedReduction
 from smp.dp.reduction import MAX_IN_FLIGHT, CopiedReduction, Lane, Reduction, ViewedReduction, transport_dtype, wait
+from smp.dp.tied import TiedGroup
 from smp.dp.uneven import Kind, UnevenInputs
 from smp.errors import StepError, UsageError
 from smp.groups import Group
@@ -57,7 +63,8 @@ class Reducer:
 
     A parameter with `_smp_scaled_batch` is summed over `rdp`, the others over `dp`. Both end up as the mean over `dp`
     of the gradients that each rank's own batch gives; with `prescaled_batch` the ranks of a tensor-parallel group share
-    their batch. `overlap=False` reduces everything at the end of a pass.
+    their batch. `overlap=False` reduces everything at the end of a pass. `tied`: by the id of each parameter that other
+    stages hold too, over whom it is summed.
     """
 
     def __init__(
@@ -72,11 +79,16 @@ class Reducer:
         prescaled_batch: bool = False,
         backward_passes_per_step: int = 1,
         uneven: UnevenInputs | None = None,
+        tied: Mapping[int, TiedGroup] | None = None,
     ) -> None:
         self._names = [name for name, _ in named_parameters]
         self._params = [param for _, param in named_parameters]
         self._index = {id(param): index for index, param in enumerate(self._params)}
-        self._groups = [rdp if getattr(param, "_smp_scaled_batch", False) else dp for param in self._params]
+        # Over whom a parameter's gradient is averaged, and over whom it is summed for that.
+        self._mean_over = [rdp if getattr(param, "_smp_scaled_batch", False) else dp for param in self._params]
+        self._tied = {index: tied[id(p)] for index, p in enumerate(self._params) if tied and id(p) in tied}
+        self._groups = [self._tied[i].group if i in self._tied else mean for i, mean in enumerate(self._mean_over)]
+        self._agreed_tied: dict[tuple[int, ...], str] = {}  # by the ranks of each tied group
         self.dp, self.rdp = dp, rdp
         self._arriving_scale = 1.0 if prescaled_batch else rdp.size / dp.size
         self._cap = int(bucket_cap_mb * 2**20)
@@ -99,6 +111,7 @@ class Reducer:
         self._order_is_observed = False
         self._requires_grad: tuple[bool, ...] | None = None
         self._buckets: list[Reduction] = []
+        self._num_early = 0  # buckets that may be launched while the pass runs: all but those of tied weights
         self._bucket_of: dict[int, tuple[int, int]] = {}  # parameter index -> (bucket, member)
         self._plan_is_agreed = False
 
@@ -142,7 +155,8 @@ class Reducer:
             self._sync = before
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
-        """Lets `hook(state, bucket) -> Future` reduce the buckets of the DP group; those of RDP are not touched.
+        """Lets `hook(state, bucket) -> Future` reduce the buckets of the DP group; those of RDP are not touched, nor
+        those of tied weights that several stages hold, which a warning names.
 
         `bucket` is a `GradBucket`; the future's value, flat like `bucket.buffer()`, becomes the gradient. Once only.
         """
@@ -152,6 +166,12 @@ class Reducer:
             raise UsageError(f"register_comm_hook: the hook must be callable as hook(state, bucket), got {hook!r}")
         assert self._phase is Phase.IDLE
         self._hook = (state, hook)
+        if self._tied:
+            log.warn_rank0(
+                "register_comm_hook: the gradient of %s, which several stages hold, does not go through the hook; it "
+                "is averaged over the data-parallel ranks and summed over those stages",
+                ", ".join(self._names[index] for index in self._tied),
+            )
         self._plan()
 
     def attach(self) -> None:
@@ -172,9 +192,17 @@ class Reducer:
         """A pass starts: call before its first backward. `reduce=None`: as `reduces_next` says."""
         self.refresh()
         reduce = self.reduces_next if reduce is None else reduce
+        if not self._pending:
+            self._leave_sum_to_first_holder()
         if reduce:
             self.uneven.announce(Kind.REDUCTION)
         self._start(Phase.REDUCING if reduce else Phase.ACCUMULATING)
+
+    def _leave_sum_to_first_holder(self) -> None:
+        with torch._C.DisableTorchFunction():  # a pass begins in glue code, to which parameters are placed values
+            for index, tied in self._tied.items():
+                if not tied.counts and index in self._bucket_of:
+                    self._params[index].grad = None
 
     def _start(self, phase: Phase) -> None:
         assert self._phase is Phase.IDLE, "a pass starts inside of a pass"
@@ -207,6 +235,9 @@ class Reducer:
             self._is_last_microbatch = False
             self._phase = Phase.IDLE
             return
+        while self._head < self._num_early:
+            self._launch_next()
+        self._agree_on_tied()
         while self._head < len(self._buckets):
             self._launch_next()
         for bucket in self._buckets:
@@ -311,12 +342,16 @@ class Reducer:
         for index, param in enumerate(self._params):
             hooked = self._hook is not None and self._groups[index] is self.dp
             dtype = param.dtype.to_real() if hooked else transport_dtype(param.dtype)
-            kind = (self._groups[index].kind, param.dtype, param.device)
+            kind = (self._groups[index].kind, self._groups[index].ranks, param.dtype, param.device)
             items.append(Item(kind, param.numel() * (2 if param.is_complex() else 1), dtype.itemsize))
         live = [i for i in self._order if self._params[i].requires_grad and self._groups[i].size > 1]
+        own = assign(items, [i for i in live if i not in self._tied], self._cap, FIRST_BUCKET_BYTES)
+        # Tied ones keep the order of the module tree: stages observe different orders of completion.
+        tied = assign(items, [i for i in sorted(live) if i in self._tied], self._cap)
         lanes: dict[tuple[torch.dtype, torch.device], Lane] = {}
         self._buckets, self._bucket_of, self._plan_is_agreed = [], {}, False
-        for bucket in assign(items, live, self._cap, FIRST_BUCKET_BYTES):
+        self._num_early = len(own)
+        for bucket in (*own, *tied):
             self._bucket_of |= {index: (len(self._buckets), member) for member, index in enumerate(bucket.members)}
             named = [(self._names[index], self._params[index]) for index in bucket.members]
             group = self._groups[bucket.members[0]]
@@ -341,18 +376,33 @@ class Reducer:
         if self._plan_is_agreed or self.dp.size == 1:
             return
         self._plan_is_agreed = True
-        content = repr([(b.names, b.bucket.offsets, b.bucket.numel, str(b.params[0].dtype)) for b in self._buckets])
-        mine = int.from_bytes(hashlib.sha256(content.encode()).digest()[:7], "big")
-        largest = self._small([mine, -mine])
-        dist_work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.dp.process_group, async_op=True)
-        wait(dist_work, "agreement on gradient buckets", self.dp)
-        high, negated_low = largest.tolist()
-        if high != -negated_low:
+        if not self._is_agreed(self.dp, _content(self._buckets)):
             raise StepError(
                 f"the ranks {list(self.dp.ranks)} of one data-parallel group do not hold the same trainable parameters "
                 f"(this rank has {len(self._bucket_of)} in {len(self._buckets)} buckets): names, order, shapes, "
                 "dtypes and requires_grad must be equal on all of them"
             )
+
+    def _agree_on_tied(self) -> None:
+        """The same for the stages that hold a weight together."""
+        for group in {tied.group.ranks: tied.group for tied in self._tied.values()}.values():
+            content = _content([bucket for bucket in self._buckets if bucket.group is group])
+            if self._agreed_tied.get(group.ranks) == content:
+                continue  # the other stages have not planned anew when only this stage's own parameters changed
+            self._agreed_tied[group.ranks] = content
+            if not self._is_agreed(group, content):
+                raise StepError(
+                    f"the ranks {list(group.ranks)} hold tied weights together and differ in their dtype, shape or "
+                    f"requires_grad (this rank: {content}); change those on all ranks alike"
+                )
+
+    def _is_agreed(self, group: Group, content: str) -> bool:
+        mine = int.from_bytes(hashlib.sha256(content.encode()).digest()[:7], "big")
+        largest = self._small([mine, -mine])
+        work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=group.process_group, async_op=True)
+        wait(work, "agreement on gradient buckets", group)
+        high, negated_low = largest.tolist()
+        return bool(high == -negated_low)
 
     def _learn_order(self) -> None:
         """Cuts buckets anew, by the order in which rank 0 of the DP group saw parameters become complete."""
@@ -380,14 +430,14 @@ class Reducer:
         number, member = self._bucket_of[index]
         self._open[number] -= 1
         if number == self._head:
-            self._buckets[number].stage(member, self.uneven.scale(self._groups[index]))
-        while self._head < len(self._buckets) and self._open[self._head] == 0:
+            self._buckets[number].stage(member, self.uneven.scale(self._mean_over[index]))
+        while self._head < self._num_early and self._open[self._head] == 0:
             self._launch_next()
 
     def _launch_next(self) -> None:
         bucket = self._buckets[self._head]
         self._head += 1
-        bucket.launch(self.uneven.scale(bucket.group))
+        bucket.launch(self.uneven.scale(self._mean_over[bucket.bucket.members[0]]))
 
     def _complete_hooked(self) -> None:
         """Waits for all hooks, agrees on which members have a gradient anywhere, and writes the results."""
@@ -405,9 +455,9 @@ class Reducer:
 
     def _attach_hooks(self) -> None:
         for index, param in enumerate(self._params):
-            if param.requires_grad and not self._handles[index] and self.dp.size > 1:
+            if param.requires_grad and not self._handles[index] and (self.dp.size > 1 or index in self._tied):
                 self._handles[index].append(param.register_post_accumulate_grad_hook(partial(self._on_gradient, index)))
-                if self._groups[index] is self.rdp and self._arriving_scale != 1.0:
+                if self._mean_over[index] is self.rdp and self._arriving_scale != 1.0:
                     self._handles[index].append(param.register_hook(self._scale_arriving))
 
     def _scale_arriving(self, grad: Tensor) -> Tensor:
@@ -435,3 +485,7 @@ class Reducer:
             self._finished[index] = None  # now the last one
             if self._phase is Phase.REDUCING and self._overlap and self._fires[index] == self._expected_fires[index]:
                 self._mark_done(index)
+
+
+def _content(buckets: Sequence[Reduction]) -> str:
+    return repr([(b.names, b.bucket.offsets, b.bucket.numel, str(b.params[0].dtype)) for b in buckets])

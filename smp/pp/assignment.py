@@ -21,8 +21,9 @@ from torch import nn
 from smp.activation import is_checkpointed
 from smp.errors import PartitionError
 from smp.pp.cost import ZERO, Costs, ModuleCost
-from smp.pp.partition import Assignment, Balance, assign, memory_bytes, pin_of
+from smp.pp.partition import Assignment, Balance, assign, memory_bytes, pin_of, placed_by_hand
 from smp.pp.stages import StageMap
+from smp.pp.tied import replicable
 from smp.pp.trace import trace
 from smp.runtime import Runtime
 from smp.topology import CommGroup
@@ -77,7 +78,11 @@ def _decide_alone(module: nn.Module, rt: Runtime, call: Call | None) -> Decision
     if call is not None and not config.skip_tracing:
         costs = trace(module, *call, device=rt.device, recomputed=is_checkpointed)
     balance = Balance(config.memory_weight, config.virtual_stages)
-    assignment = assign(module, rt.topology.pp_size, config.auto_partition, config.default_partition, costs, balance)
+    by_hand = placed_by_hand(module, config.auto_partition)
+    apart = replicable(module, config.replicate_tied, by_hand, costs, config.microbatches)
+    assignment = assign(
+        module, rt.topology.pp_size, config.auto_partition, config.default_partition, costs, balance, apart
+    )
     decision = Decision(assignment, costs)
     if config.partition_file is not None:
         save(config.partition_file, module, degrees, decision)
@@ -252,6 +257,8 @@ def table(root: nn.Module, stages: StageMap, num_stages: int, costs: Costs | Non
             f"one microbatch computes for {sum(seconds) * 1e3:.3g} {kind} ms, {max(seconds) * 1e3:.3g} ms of them on "
             f"stage {seconds.index(max(seconds))}"
         )
+    for name, _, holders in stages.tied_parameters():
+        lines.append(f"{name} is held by the stages {', '.join(map(str, holders))} and counted on {holders[0]}")
     return "\n".join(["Partition assignments:", *lines, *([f"forecast: {forecast}"] if forecast else [])])
 
 

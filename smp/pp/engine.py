@@ -68,6 +68,10 @@ class Engine:
             self.stages = self._partition()
         return self.stages.owner_of(tensor)
 
+    def holders_of(self, tensor: torch.Tensor | None) -> tuple[int, ...]:
+        """The stages that have a parameter's memory; none for any other tensor."""
+        return self.stages.holders_of(tensor) if self.stages is not None else ()
+
     def remember(self, signature: Any, structure: Structure) -> None:
         """Keep a result's structure. The oldest is forgotten when there are too many: every rank of the pipeline adds
         the same ones in the same order, so all forget the same."""

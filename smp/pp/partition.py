@@ -11,7 +11,7 @@ does. Modules without parameters live where their parent does.
 
 import functools
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -137,6 +137,7 @@ def assign(
     default: int,
     costs: Costs | None = None,
     balance: Balance = Balance(),
+    replicable: Collection[int] = (),
 ) -> Assignment:
     """Assign every module of the tree.
 
@@ -149,16 +150,18 @@ def assign(
         default: see above.
         costs: what a trace found out; None: parameters count, in the order of their definition.
         balance: what to weigh.
+        replicable: ids of parameters that may live on several stages (see `smp.pp.tied`); modules that share any other
+            one stay together.
 
     Raises:
         PartitionError: a pin that does not exist, or more stages than modules that could be spread over them.
     """
     _check_pins(root, num_stages)
     if auto:
-        placed = _automatic(root, num_stages, costs, balance)
+        placed = _automatic(root, num_stages, costs, balance, replicable)
     else:
         placed = _by_hand(root, default)
-        _join_shared(root, placed)
+        _join_shared(root, placed, replicable)
     return _settle(root, placed)
 
 
@@ -179,6 +182,22 @@ def pin_of(module: nn.Module) -> int | None:
 def pinned_stages(module: nn.Module) -> set[int]:
     """The stages on which parts of a module are placed by `set_partition`."""
     return {pin for pin in map(pin_of, module.modules()) if pin is not None}
+
+
+def placed_by_hand(root: nn.Module, auto: bool) -> dict[str, int]:
+    """Name -> stage of the modules that were placed by hand, themselves or by a module around them."""
+    found: dict[str, int] = {}
+
+    def visit(name: str, module: nn.Module, stage: int | None) -> None:
+        pin = pin_of(module)
+        stage = pin if pin is not None else stage if auto else module.__dict__.get(_CREATED, stage)
+        if stage is not None:
+            found[name] = stage
+        for child_name, child in module.named_children():
+            visit(join(name, child_name), child, stage)
+
+    visit("", root, None)
+    return found
 
 
 # Below, `placed` gives each module that has parameters of its own the stage of those; it is keyed by the module's name.
@@ -216,12 +235,14 @@ class Unit:
     pin: int | None = None
 
 
-def sharing_groups(root: nn.Module) -> list[set[str]]:
-    """Names of modules that have to live on one stage because they share a parameter, or use a common one."""
+def sharing_groups(root: nn.Module, replicable: Collection[int] = ()) -> list[set[str]]:
+    """Names of modules that have to live on one stage because they share a parameter, or use a common one, that is not
+    `replicable`."""
     sharing: dict[int, list[str]] = {}
     for name, module in root.named_modules(remove_duplicate=False):
         for parameter in [*module.parameters(recurse=False), *used_parameters(module)]:
-            sharing.setdefault(id(parameter), []).append(name)
+            if id(parameter) not in replicable:
+                sharing.setdefault(id(parameter), []).append(name)
     return _joined(sharing.values())
 
 
@@ -234,7 +255,9 @@ def _joined(sets: Iterable[Iterable[str]]) -> list[set[str]]:
     return list({id(group): group for group in group_of.values()}.values())
 
 
-def units_of(root: nn.Module, num_stages: int, costs: Costs | None, memory_weight: float) -> list[Unit]:
+def units_of(
+    root: nn.Module, num_stages: int, costs: Costs | None, memory_weight: float, replicable: Collection[int] = ()
+) -> list[Unit]:
     """What the automatic partition distributes, in execution order (of the first module of each unit).
 
     See `Balance` for `memory_weight`.
@@ -245,14 +268,14 @@ def units_of(root: nn.Module, num_stages: int, costs: Costs | None, memory_weigh
     holders = [name for name in holders if _holds(modules[name])]
     known = set(holders)
     together: list[Iterable[str]] = [[name] for name in holders]
-    together += [[name for name in group if name in known] for group in sharing_groups(root)]
+    together += [[name for name in group if name in known] for group in sharing_groups(root, replicable)]
     for outer in costs.whole if costs is not None else ():
         together.append([name for name in holders if is_inside(name, outer)])
     pins = {name: _inherited_pin(name, modules) for name in holders}
     together += _with_what_runs_next(holders, modules, pins, costs)
     place = {name: i for i, name in enumerate(holders)}
     groups = sorted((sorted(group, key=place.__getitem__) for group in _joined(together)), key=lambda g: place[g[0]])
-    loads = _loads(holders, modules, num_stages, costs, memory_weight)
+    loads = _loads(holders, modules, num_stages, costs, memory_weight, replicable)
     return [
         Unit(group, sum(loads[name] for name in group), next((pins[n] for n in group if pins[n] is not None), None))
         for group in groups
@@ -308,14 +331,19 @@ def _with_what_runs_next(
 
 
 def _loads(
-    holders: list[str], modules: dict[str, nn.Module], num_stages: int, costs: Costs | None, memory_weight: float
+    holders: list[str],
+    modules: dict[str, nn.Module],
+    num_stages: int,
+    costs: Costs | None,
+    memory_weight: float,
+    replicable: Collection[int],
 ) -> dict[str, float]:
     seconds: dict[str, float] = dict.fromkeys(holders, 0.0)
     memory: dict[str, float] = {}
     seen: set[int] = set()
     for name in holders:
         fresh = [p for p in modules[name].parameters(recurse=False) if id(p) not in seen]
-        seen.update(map(id, fresh))
+        seen.update(id(p) for p in fresh if id(p) not in replicable)
         cost = costs.charged.get(name, ZERO) if costs is not None else ZERO
         seconds[name] = cost.seconds
         memory[name] = memory_bytes(cost, parameter_bytes(fresh), num_stages)
@@ -336,8 +364,10 @@ def memory_bytes(cost: ModuleCost, parameters: int, num_stages: int) -> float:
 # -- balance -----------------------------------------------------------------------------------------------------------
 
 
-def _automatic(root: nn.Module, num_stages: int, costs: Costs | None, balance: Balance) -> dict[str, int]:
-    units = units_of(root, num_stages, costs, balance.memory_weight)
+def _automatic(
+    root: nn.Module, num_stages: int, costs: Costs | None, balance: Balance, replicable: Collection[int]
+) -> dict[str, int]:
+    units = units_of(root, num_stages, costs, balance.memory_weight, replicable)
     free = [unit for unit in units if unit.pin is None]
     base = [0.0] * num_stages
     for unit in units:
@@ -388,10 +418,10 @@ def _is_container(module: nn.Module) -> bool:
     return isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
 
 
-def _join_shared(root: nn.Module, placed: dict[str, int]) -> None:
+def _join_shared(root: nn.Module, placed: dict[str, int], replicable: Collection[int]) -> None:
     """Modules that share a parameter live on one stage: where one is pinned, else where the first was placed."""
     rank = {name: (pin_of(root.get_submodule(name)) is None, i) for i, name in enumerate(placed)}
-    for together in sharing_groups(root):
+    for together in sharing_groups(root, replicable):
         first = min(together, key=lambda n: rank.get(n, (True, len(rank))))
         stage = placed[first]
         for name in sorted(together):
@@ -410,7 +440,7 @@ def _settle(root: nn.Module, placed: dict[str, int]) -> Assignment:
 
     def visit(name: str, module: nn.Module, inherited: int) -> set[int]:
         stage = placed.get(name, inherited)
-        found = {stage} if next(module.parameters(recurse=False), None) is not None else set()
+        found = {stage} if _holds(module) else set()
         for child_name, child in module.named_children():
             found |= visit(join(name, child_name), child, stage)
         modules[name] = next(iter(found)) if len(found) == 1 else None

@@ -28,6 +28,7 @@ from smp.pp.segments import Cut
 from smp.pp.special import SPECIAL, refuse
 from smp.pp.structure import SameObject, Structure, TensorInfo, agrees, describe
 from smp.pp.tape import CallNode, MoveNode, Node, Tape, saving_copies_of
+from smp.pp.tied import owner_of_call, refuse_write, replica_values
 from smp.tp.shard import spec_of
 from smp.tp.watch import refuse_part
 
@@ -146,7 +147,7 @@ class Program:
             operands = [value for value in values if value is not None]
             if not operands:
                 return None
-            owner = max(operands, key=lambda value: (value.numel, value.order)).owner
+            owner = owner_of_call(operands, self.engine.holders_of)
         return Call(key, name, function, leaves, spec, values, owner, is_function)
 
     def start(self) -> None:
@@ -231,6 +232,7 @@ class Program:
         stride = self.engine.stages.stride_of(leaf)
         value = Value(owner, self, tuple(leaf.shape), stride, leaf.dtype, requires_grad, local)
         value.parameter = leaf
+        value.copies = replica_values(value, self.engine.holders_of(leaf), self.rank)
         value.storage.of_buffer = not isinstance(leaf, nn.Parameter)
         if requires_grad or not leaf.requires_grad:
             self._known[id(leaf)] = (leaf, value)
@@ -395,6 +397,7 @@ class Program:
         if tuple(info.shape) != value.shape:
             raise StepError(f"{user_line()} changes the shape of a tensor in place, which cannot work across stages.")
         if value.parameter is not None:
+            refuse_write(self.engine.holders_of(value.parameter), user_line())
             if arrived is not value:
                 raise StepError(
                     f"{user_line()} changes a parameter or buffer of stage {value.owner} in place on stage "

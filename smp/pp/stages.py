@@ -18,6 +18,7 @@ from smp.pp.observe import Observers, recording_forward
 from smp.pp.placed import Placed, current, user_line
 from smp.rng import DETERMINISTIC_MODULES
 from smp.tp.delayed import hollow
+from smp.tp.registry import used_parameters
 
 
 class NodeKey(NamedTuple):
@@ -35,6 +36,8 @@ class StageMap:
 
     `assignment` maps the name of every module to its stage, or to None for glue (a module whose children lie on several
     stages, and a parameterless one below glue). `own_stage` gives the stage of a glue module's own parameters.
+
+    A parameter that modules of several stages use lives on all of these, its holders; the first of them is its stage.
     """
 
     def __init__(
@@ -45,7 +48,10 @@ class StageMap:
         self.own_stage = own_stage
         self.rank = rank
         self.stage_of: dict[str, int] = {}  # name of parameter or buffer -> stage
+        self.holders: dict[str, tuple[int, ...]] = {}  # name of parameter -> the stages that have its memory
         self._owner: dict[int, int] = {}  # id of parameter or adopted buffer -> stage
+        self._holders = self._find_holders(own_stage)  # id of parameter -> stages, ascending
+        self._tied_versions: list[tuple[str, nn.Parameter, int]] = []
         self._stride: dict[int, tuple[int, ...]] = {}  # as it was before another stage's memory was given back
         self._keep: list[torch.Tensor] = []
         self._buffer_names: dict[int, str] = {}  # by the id of the tensor that the buffer is now
@@ -59,15 +65,24 @@ class StageMap:
             stage = self._stage_for(prefix, own_stage)
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    self._owner.setdefault(id(parameter), stage)
+                    holders = self.holders[_join(prefix, name)] = self._holders[id(parameter)]
+                    self._owner[id(parameter)] = self.stage_of[_join(prefix, name)] = holders[0]
                     self._stride[id(parameter)] = parameter.stride()
-                    self.stage_of[_join(prefix, name)] = self._owner[id(parameter)]
                     self._keep.append(parameter)
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     self.stage_of[_join(prefix, name)] = stage
                     self._buffer_at[_join(prefix, name)] = module
                     self._know_buffer(_join(prefix, name), buffer)
+
+    def _find_holders(self, own_stage: dict[str, int]) -> dict[int, tuple[int, ...]]:
+        found: dict[int, set[int]] = {}
+        for prefix, module in self.root.named_modules(remove_duplicate=False):
+            own = [parameter for parameter in module._parameters.values() if parameter is not None]
+            used = used_parameters(module) if self.assignment.get(prefix) is not None else []
+            for parameter in [*own, *used]:
+                found.setdefault(id(parameter), set()).add(self._stage_for(prefix, own_stage))
+        return {key: tuple(sorted(stages)) for key, stages in found.items()}
 
     def _stage_for(self, prefix: str, own_stage: dict[str, int]) -> int:
         stage = self.assignment.get(prefix)
@@ -81,6 +96,15 @@ class StageMap:
 
     def owner_of(self, tensor: torch.Tensor) -> int | None:
         return self._owner.get(id(tensor))
+
+    def holders_of(self, tensor: torch.Tensor | None) -> tuple[int, ...]:
+        """The stages that have a parameter's memory; none for any other tensor."""
+        return self._holders.get(id(tensor), ())
+
+    def tied_parameters(self) -> list[tuple[str, nn.Parameter, tuple[int, ...]]]:
+        """Name, parameter and holders of those that more than one stage has, in the order of the module tree."""
+        named = ((name, p, self._holders[id(p)]) for name, p in self.root.named_parameters())
+        return [(name, parameter, holders) for name, parameter, holders in named if len(holders) > 1]
 
     def stride_of(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """The stride that the tensor has on its owner."""
@@ -161,7 +185,7 @@ class StageMap:
 
     def is_local(self, name: str) -> bool:
         """Whether the parameter or buffer of that name lives on this rank's stage."""
-        return self.stage_of[name] == self.rank
+        return self.rank in self.holders[name] if name in self.holders else self.stage_of[name] == self.rank
 
     def parameters_of(self, key: Any) -> list[torch.Tensor]:
         return self._trainable.get(key.name, []) if isinstance(key, NodeKey) else []
@@ -174,7 +198,7 @@ class StageMap:
         The Parameter objects stay the same ones, with their shape, dtype and device.
         """
         for parameter in dict.fromkeys(self.root.parameters()):
-            if self._owner[id(parameter)] != self.rank and not parameter.is_meta:
+            if self.rank not in self._holders[id(parameter)] and not parameter.is_meta:
                 parameter.grad = None
                 parameter.data = hollow(parameter, parameter.device)
 
@@ -184,6 +208,7 @@ class StageMap:
         """Forget which parameters required gradients and which modules trained: results' structures depend on it."""
         self._trainable.clear()
         self._flags.clear()
+        self._tied_versions = [(name, p, p._version) for name, p, _ in self.tied_parameters()]
         for name, module in self.root.named_modules():
             if self.assignment.get(name) is None and (module._backward_hooks or module._backward_pre_hooks):
                 raise StepError(
@@ -191,6 +216,17 @@ class StageMap:
                     "several stages, so no rank sees all of its gradients. Register the hook on a module that lives "
                     "on one stage."
                 )
+
+    def check_tied(self) -> None:
+        """After a step: a tied parameter must be as it was, or its copies are no longer equal."""
+        for name, parameter, version in self._tied_versions:
+            if parameter._version != version:
+                raise StepError(
+                    f"parameter '{name}' was changed in place inside the step, on stage {self.rank} only, but the "
+                    f"stages {list(self.holders[name])} hold it. Change it outside of the step function, on every "
+                    "rank, or set 'replicate_tied' to False."
+                )
+        self._tied_versions = []
 
     def nodes(self) -> Iterator[tuple[str, nn.Module]]:
         """The outermost modules that live on one stage, as far as they can be called."""
@@ -246,10 +282,12 @@ class StageMap:
     def _key(self, name: str, module: nn.Module) -> NodeKey:
         flags = self._flags.get(name)
         if flags is None:
-            requires_grad = tuple(p.requires_grad for p in module.parameters())
+            used = [p for part in module.modules() for p in used_parameters(part)]
+            parameters = dict.fromkeys([*module.parameters(), *used])
+            requires_grad = tuple(p.requires_grad for p in parameters)
             flags = self._flags[name] = hash((requires_grad, tuple(m.training for m in module.modules())))
             if self.assignment.get(name) == self.rank:
-                self._trainable[name] = [p for p in dict.fromkeys(module.parameters()) if p.requires_grad]
+                self._trainable[name] = [p for p in parameters if p.requires_grad]
         return NodeKey(name, module.training, flags, type(module) in DETERMINISTIC_MODULES)
 
     def node_of(self, module: nn.Module) -> tuple[NodeKey, int | None] | None:
@@ -347,6 +385,7 @@ def replaced_calls(
 
 def settle_buffers(stages: StageMap) -> None:
     """After a step: a glue buffer that was rebound to a placed value becomes a plain tensor that its stage owns."""
+    stages.check_tied()
     for prefix, module in stages.root.named_modules():
         if stages.assignment.get(prefix) is not None:
             continue

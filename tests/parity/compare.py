@@ -33,6 +33,7 @@ class Setup:
     dtype: torch.dtype = torch.float32
     prescaled: bool = False
     config: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # of DistributedModel
 
     def smp_config(self) -> dict[str, Any]:
         return {
@@ -121,7 +122,7 @@ def smp_run(
     if not setup.auto:
         for path, stage in case.stages(setup.pp).items():
             smp.set_partition(module.get_submodule(path), stage)
-    model = smp.DistributedModel(module, backward_passes_per_step=setup.passes)
+    model = smp.DistributedModel(module, backward_passes_per_step=setup.passes, **setup.options)
     opt = smp.DistributedOptimizer(optimizer(model.parameters()))
 
     @smp.step
