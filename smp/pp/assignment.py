@@ -229,7 +229,8 @@ def table(root: nn.Module, stages: StageMap, num_stages: int, costs: Costs | Non
     nbytes = [0] * num_stages
     for name, parameter in root.named_parameters():
         count[stages.stage_of[name]] += parameter.numel()
-        nbytes[stages.stage_of[name]] += parameter.numel() * parameter.element_size()
+        for holder in stages.holders[name]:
+            nbytes[holder] += parameter.numel() * parameter.element_size()
     spent = [ZERO] * num_stages
     for name, cost in costs.charged.items() if costs is not None else ():
         stage = stages.assignment.get(name)
