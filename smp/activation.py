@@ -313,7 +313,7 @@ def _can_be_key(owner: Any) -> bool:
 class _Buffers:
     """The buffers of some modules before a run. Whatever runs `as_before` works on copies of those that it writes.
 
-    `written`: which ones the run is known to write; None: not known, copies of all are made.
+    `written`: which ones the code has written before, so that their values are kept; None: not known, all are.
     """
 
     def __init__(self, modules: tuple[nn.Module, ...], written: frozenset[tuple[int, str]] | None) -> None:
@@ -324,10 +324,10 @@ class _Buffers:
         self._before: dict[tuple[int, str], tuple[Tensor, int, Tensor | None]] = {}
         for place, holder in enumerate(self._holders):
             for name, buffer in holder._buffers.items():
-                if buffer is not None and (written is None or (place, name) in written):
+                if buffer is not None:
                     # Training does not read the statistics that normalisations keep.
-                    copy = None if _is_norm(holder) else buffer.detach().clone()
-                    self._before[place, name] = buffer, _version(buffer), copy
+                    copied = not _is_norm(holder) and (written is None or (place, name) in written)
+                    self._before[place, name] = buffer, _version(buffer), buffer.detach().clone() if copied else None
 
     def note_written(self) -> frozenset[tuple[int, str]]:
         """After the run: forget all but the buffers that it has written."""

@@ -37,8 +37,8 @@ class Offload:
 
     def saving(self) -> AbstractContextManager[None]:
         """What autograd saves inside goes into one new parcel."""
-        parcel = Parcel(self)
-        line = self._parcels.setdefault(self._microbatch(), [])
+        parcel = Parcel(self, self._microbatch())
+        line = self._parcels.setdefault(parcel.microbatch, [])
         while line and line[-1]() is None:  # used up
             line.pop()
         line.append(weakref.ref(parcel))
@@ -52,24 +52,23 @@ class Offload:
 
     def load_before(self, used: "Parcel") -> None:
         """A parcel is used: start to load the ones that the backward comes to next."""
-        for line in self._parcels.values():
-            living = [parcel for parcel in (ref() for ref in line) if parcel is not None]
-            if used in living:
-                at = living.index(used)
-                for parcel in living[max(0, at - self._horizon) : at][::-1]:
-                    parcel.load()
+        line = self._living(used.microbatch)
+        at = line.index(used)
+        for parcel in line[at + 1 : at + 1 + self._horizon]:
+            parcel.load()
 
     def _living(self, microbatch: int) -> "list[Parcel]":
-        found = [parcel for parcel in (ref() for ref in self._parcels.get(microbatch, ())) if parcel is not None]
-        self._parcels[microbatch] = [weakref.ref(parcel) for parcel in found]
-        return found[::-1]
+        """The parcels of a microbatch in the order of the backward."""
+        found = [ref() for ref in self._parcels.get(microbatch, ())]
+        return [parcel for parcel in found if parcel is not None][::-1]
 
 
 class Parcel:
     """What one region of checkpointed code keeps. It lives as long as autograd may ask for it."""
 
-    def __init__(self, owner: Offload) -> None:
+    def __init__(self, owner: Offload, microbatch: int) -> None:
         self._owner = owner
+        self.microbatch = microbatch
         self._packed: list[weakref.ref[Packed]] = []
 
     def pack(self, tensor: Tensor) -> Any:

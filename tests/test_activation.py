@@ -275,6 +275,17 @@ def test_buffers(kind: str) -> None:
     both(Net(lambda net, x: net.l(x).tanh(), l=layers[kind]()), lambda net, x: net.a(net.a(x)).square().sum())
 
 
+def test_buffers_that_are_written_later() -> None:
+    """The first run of a module, in evaluation, says nothing about what training writes (a2-5)."""
+    net = nn.Sequential(linear(), nn.BatchNorm1d(WIDTH))
+    smp.set_activation_checkpointing(net, strategy="contiguous")
+    model = plain_model(net)
+    for training in (False, True):
+        model.train(training)
+        model(torch.randn(5, WIDTH)).square().sum().backward()
+    assert int(net[1].num_batches_tracked) == 1  # type: ignore[arg-type]
+
+
 @on_ranks(1)
 def test_a_backward_after_the_step() -> None:
     """With results that keep their graph, the second run comes when the step's random streams are gone."""

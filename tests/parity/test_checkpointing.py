@@ -15,6 +15,7 @@ from smp import runtime
 from smp.patches.checkpoint import checkpoint, checkpoint_sequential
 from tests.harness import on_ranks
 from tests.parity.compare import Setup, assert_close, check
+from tests.parity.test_hf import MODELS
 from tests.parity.zoo import VOCABULARY, WIDTH, ZOO, Block
 
 TOLERANCE = 1e-9  # float64
@@ -183,3 +184,21 @@ def test_masks_statistics_and_autocast(pp: int) -> None:
             assert_close(tensor, tensors[name], TOLERANCE, f"{way}: {name}")
         if "body.4.num_batches_tracked" in got:
             assert int(got["body.4.num_batches_tracked"]) == 4
+
+
+@on_ranks(2)
+def test_a_cache_that_is_left_on() -> None:
+    """Models of transformers hand a key/value cache from block to block, also in training; a second run must not add to
+    it. Their own switch works too."""
+    transformers = pytest.importorskip("transformers")
+
+    def mark(module: nn.Module) -> None:
+        for part in module.transformer.h:  # type: ignore[union-attr]
+            smp.set_activation_checkpointing(part)
+
+    assert transformers.GPT2Config().use_cache
+    setup = Setup(pp=2, microbatches=2)
+    check(MODELS["gpt2"], setup, prepare=mark)
+    check(MODELS["gpt2"], replace(setup, auto=True, steps=1), prepare=mark)
+    check(MODELS["gpt2"], replace(setup, steps=1), prepare=lambda m: m.gradient_checkpointing_enable())  # type: ignore[operator]
+    check(MODELS["gpt2"], replace(setup, pp=1, steps=1), prepare=mark)

@@ -1,0 +1,137 @@
+"""Offloaded activations, through the hooks that they go through on any device."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import smp
+from smp import activation, runtime
+from smp.bootstrap import HostCopies
+from smp.offload import Offload
+from tests.pp.reference import WIDTH, linear
+
+DEPTH = 6
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    runtime.reset()
+
+
+class Recorded(HostCopies):
+    """Numbers the copies to the host, and writes down when which one comes back and is used."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.events: list[str] = []
+
+    def to_host(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        self.count += 1
+        return tensor.clone(), self.count - 1
+
+    def to_device(self, host: Tensor, ready: Any) -> tuple[Tensor, Any]:
+        self.events.append(f"load {ready}")
+        return host.clone(), ready
+
+    def wait(self, tensor: Tensor, ready: Any) -> None:
+        self.events.append(f"use {ready}")
+
+
+def recorded(horizon: int) -> tuple[Offload, Recorded]:
+    offload = Offload(torch.device("cpu"), horizon)
+    copies = offload._copies = Recorded()
+    return offload, copies
+
+
+def regions(offload: Offload, number: int, x: Tensor) -> Tensor:
+    """So many multiplications, each of which saves one tensor of a parcel of its own."""
+    for _ in range(number):
+        with offload.saving():
+            x = x.sin()
+    return x
+
+
+def test_parcels_come_back_ahead_of_their_use() -> None:
+    """Else the backward waits for every copy; and further ahead than asked would fill the memory again."""
+    offload, copies = recorded(2)
+    regions(offload, 5, torch.ones(2, requires_grad=True)).sum().backward()
+    assert copies.events == [
+        *["load 4", "use 4", "load 3", "load 2", "use 3", "load 1", "use 2", "load 0", "use 1", "use 0"]
+    ]
+
+
+def test_a_pipeline_brings_back_what_it_will_use() -> None:
+    """Only of the microbatches that it names, once, last parcel first."""
+    offload, copies = recorded(1)
+    now = [0]
+    offload._microbatch = lambda: now[0]
+    outputs = []
+    for now[0] in range(3):
+        outputs.append(regions(offload, 2, torch.ones(2, requires_grad=True)))
+    offload.prefetch([1, 0])
+    offload.prefetch([1])
+    offload.prefetch([7])
+    assert copies.events == ["load 3", "load 2", "load 1", "load 0"]
+    outputs[1].sum().backward()
+    assert copies.events[4:] == ["use 3", "use 2"]
+    outputs[2].sum().backward()
+    assert copies.events[6:] == ["load 5", "use 5", "load 4", "use 4"]
+
+
+def test_nothing_is_left_of_a_backward() -> None:
+    """Copies on the host go away with the graph, and the list of them does not grow from step to step."""
+    offload, _ = recorded(3)
+    for _ in range(3):
+        out = regions(offload, 4, torch.ones(2, requires_grad=True))
+        out.sum().backward()
+        assert sum(ref() is not None for ref in offload._parcels[0]) == 0
+        regions(offload, 4, torch.ones(2, requires_grad=True))  # without a backward
+        assert len(offload._parcels[0]) <= 5
+
+
+def model(**config: Any) -> tuple[Any, list[StorageWeakRef]]:
+    """A chain of checkpointed layers, and references to what they return."""
+    runtime.reset()
+    smp.init(config)
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Sequential(linear(seed=k), nn.Tanh()) for k in range(DEPTH)])
+    smp.set_activation_checkpointing(net)
+    made: list[StorageWeakRef] = []
+    for layer in net:
+        layer.register_forward_hook(lambda module, args, out: made.append(StorageWeakRef(out.untyped_storage())))
+    return smp.DistributedModel(net), made
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_what_a_checkpoint_keeps_leaves_the_device(offloaded: bool) -> None:
+    """The original memory is given back; only the last result, which the caller holds, is still there."""
+    wrapped, made = model(offload_activations=offloaded)
+    x = torch.randn(3, WIDTH)
+    wrapped(x).sum().backward()  # the first run of a module learns whether it writes to its arguments
+    made.clear()
+    out = wrapped(x)
+    assert [ref.expired() for ref in made] == [offloaded] * (DEPTH - 1) + [False]
+    out.sum().backward()
+
+
+def test_the_horizon_is_that_of_the_configuration() -> None:
+    """Counted in checkpointed modules where there is no pipeline."""
+    wrapped, _ = model(offload_activations=True, activation_loading_horizon=3)
+    offload = activation.current_offload()
+    assert offload is not None and offload is activation.current_offload()
+    copies = offload._copies = Recorded()
+    wrapped(torch.randn(3, WIDTH)).sum().backward()
+    first = copies.events.index(f"use {DEPTH - 1}")
+    assert copies.events[first:][:5] == [
+        f"use {DEPTH - 1}",
+        *(f"load {DEPTH - k}" for k in (2, 3, 4)),
+        f"use {DEPTH - 2}",
+    ]
+    runtime.reset()
+    assert activation.current_offload() is None
+    activation.prefetch([0])
