@@ -58,7 +58,8 @@ class DistributedModel(ModelViews):
     Args:
         module: the module, whole, on any device.
         trace_device: "gpu" or "cpu"; fake tensors need neither, so it has no effect.
-        trace_execution_times, trace_memory_usage: no effect yet: the partition balances parameters.
+        trace_execution_times, trace_memory_usage: one microbatch is run module by module on the first stage's ranks
+            before the model is cut, and its times, or the bytes kept for the backward, decide; else they are computed.
         overlapping_allreduce: reduce gradients while the backward still runs; False reduces at its end.
         backward_passes_per_step: passes whose gradients add up before they are reduced (gradient accumulation).
             Gradients are not divided by it.
@@ -93,6 +94,7 @@ class DistributedModel(ModelViews):
         self.engine.backward = self._backward_tensors
         if debug_enabled() and rt.topology.pp_size > 1:
             self.engine.debug = Comparison(rt)
+        self._measured = (trace_execution_times, trace_memory_usage)
         self.reducer: Reducer | None = None
         self._reducer_options: dict[str, Any] = {
             "overlap": overlapping_allreduce,
@@ -297,7 +299,7 @@ class DistributedModel(ModelViews):
             names = [name for name, _ in self.module.named_modules(remove_duplicate=False)]
             assignment = Assignment(dict.fromkeys(names, 0), {})
         else:
-            decision = decide(self.module, rt, call)
+            decision = decide(self.module, rt, call, *self._measured)
             assignment, self.engine.costs = decision.assignment, decision.costs
         return StageMap(self.module, assignment.modules, assignment.own, rt.pp_rank)
 

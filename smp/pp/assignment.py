@@ -21,6 +21,7 @@ from torch import nn
 from smp.activation import is_checkpointed
 from smp.errors import PartitionError
 from smp.pp.cost import ZERO, Costs, ModuleCost
+from smp.pp.measure import measure
 from smp.pp.partition import Assignment, Balance, assign, memory_bytes, pin_of, placed_by_hand
 from smp.pp.stages import StageMap
 from smp.pp.tied import replicable
@@ -40,21 +41,32 @@ class Decision:
     costs: Costs | None
 
 
-def decide(module: nn.Module, rt: Runtime, call: Call | None) -> Decision:
+def decide(module: nn.Module, rt: Runtime, call: Call | None, times: bool = False, memory: bool = False) -> Decision:
     """The decision of world rank 0. Collective over the world.
 
     Args:
         module: the model, after tensor-parallel replacement.
         rt: the runtime; its configuration says how to decide.
         call: arguments of the model's first call; None when they are not known.
+        times: whether execution times are measured.
+        memory: whether the memory kept for the backward is measured.
 
     Raises:
         PartitionError: on every rank, when world rank 0 could not decide.
     """
+    config = rt.config
+    times = times or config.use_times
+    costs = None
+    # Tensor-parallel layers need their peers to be measured, so every first stage measures.
+    taking_part = rt.pp_rank == 0 if times or memory else rt.rank == 0
+    if taking_part and call is not None and not config.skip_tracing and not config.load_partition:
+        costs = trace(module, *call, device=rt.device, recomputed=is_checkpointed)
+        if costs is not None and (times or memory):
+            costs = measure(module, *call, costs, times, memory) or costs
     outcome: Decision | PartitionError | None = None
     if rt.rank == 0:
         try:
-            outcome = _decide_alone(module, rt, call)
+            outcome = _decide_alone(module, rt, costs)
         except PartitionError as error:
             outcome = error
     outcome = rt.transport.broadcast_object(outcome, rt.group(CommGroup.WORLD), 0, "partition")
@@ -64,7 +76,7 @@ def decide(module: nn.Module, rt: Runtime, call: Call | None) -> Decision:
     return outcome
 
 
-def _decide_alone(module: nn.Module, rt: Runtime, call: Call | None) -> Decision:
+def _decide_alone(module: nn.Module, rt: Runtime, costs: Costs | None) -> Decision:
     config = rt.config
     degrees = {
         "pipeline_parallel_degree": rt.topology.pp_size,
@@ -74,9 +86,6 @@ def _decide_alone(module: nn.Module, rt: Runtime, call: Call | None) -> Decision
     if config.load_partition:
         assert config.partition_file is not None  # checked with the configuration
         return load(config.partition_file, module, degrees)
-    costs = None
-    if call is not None and not config.skip_tracing:
-        costs = trace(module, *call, device=rt.device, recomputed=is_checkpointed)
     balance = Balance(config.memory_weight, config.virtual_stages)
     by_hand = placed_by_hand(module, config.auto_partition)
     apart = replicable(module, config.replicate_tied, by_hand, costs, config.microbatches)

@@ -2,7 +2,7 @@
 
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -53,7 +53,6 @@ class Engine:
         self.costs: Costs | None = None
         self.structures: dict[Any, Structure] = {}
         self.debug: Comparison | None = None
-        self.costs: Mapping[str, Any] | None = None  # of modules, by name; None when nothing is known
         self.recorder: Recorder | None = None  # while a timeline is active
         self.last_plan: Plan | None = None  # of the last step; None where it had none
         self.backward: Callable[[list[Any], list[Any]], None] = _no_backward

@@ -26,6 +26,7 @@ _ACCUMULATION = 3
 # An attention kernel recomputes the scores in its backward: five products where the forward has two.
 _ATTENTION_BACKWARD = 2.5
 _GATHERS = frozenset([_aten.embedding, _aten.index_select, _aten.gather, _aten.index, _aten.nll_loss_forward])
+_FREE = frozenset([_aten._unsafe_view.default, _aten.detach.default, _aten.lift_fresh.default])
 _CASTS = frozenset([_aten._to_copy, _aten.clone, _aten.contiguous])
 
 
@@ -175,8 +176,9 @@ class Ledger:
         """The model has returned. A loss is computed from its output outside, where no trace can look."""
         tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         if tensors and all(t.numel() > 1 for t in tensors):
-            passes = nominal_bytes_seconds(3 * sum(map(nbytes, tensors)), self.device)
-            self.spend(_Sum(forward=passes, backward=passes))
+            size = sum(map(nbytes, tensors))
+            passes = nominal_bytes_seconds(3 * size, self.device)
+            self.spend(_Sum(forward=passes, backward=passes, activation_bytes=size))
         if self.last is not None:
             self._arrive(self.last)
         self.saved.clear()
@@ -220,7 +222,6 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.ledger = ledger
         self._derived: dict[int, tuple[str, Tensor]] = {}  # casts of parameters; held, or their keys could come again
-        self._views: dict[Any, bool] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -230,17 +231,15 @@ class Meter(TorchDispatchMode):
             out = func(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
             out = self._assume(func, args, kwargs)
-        view = self._views.get(func)
-        if view is None:
-            returns = func._schema.returns
-            view = self._views[func] = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-        if not view:
+        if func.namespace != "prim" and func not in _FREE:
             self._enter_cost(func, args, kwargs, out)
         return out
 
     def _enter_cost(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         inputs = [x for x in arg_tree_leaves(*args, **kwargs) if isinstance(x, Tensor)]
         outputs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        if not outputs or self._is_view(func, inputs, outputs):
+            return
         packet = func._overloadpacket
         flops = int(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else 0
         written = sum(map(nbytes, outputs))
@@ -254,6 +253,12 @@ class Meter(TorchDispatchMode):
         if torch.is_grad_enabled() and any(t.is_floating_point() or t.is_complex() for t in outputs):
             self._enter_backward(packet, inputs, outputs, owners, cost)
         self.ledger.spend(cost)
+
+    def _is_view(self, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
+        if func._schema.is_mutable:
+            return False
+        known = {storage_key(t) for t in inputs}
+        return all(storage_key(t) in known for t in outputs)
 
     def _enter_backward(
         self, packet: Any, inputs: list[Tensor], outputs: list[Tensor], owners: Mapping[int, str | None], cost: _Sum

@@ -5,6 +5,7 @@ best cut of the leaves is found exactly and in less time, so that is what is don
 within a tolerance of the smallest possible one, the one that is torn least.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -210,35 +211,56 @@ def _stage_loads(
     return loads
 
 
+_PAIRS = 4000  # placements of two edges that are tried at once
+
+
 def _even_out(costs: Sequence[float], chunks: list[int], stages: list[int]) -> None:
-    """Moves the edges between chunks, an item at a time, as long as that evens out the loads of the stages, in place.
+    """Moves edges between chunks, one or two neighbours at a time, as long as that evens out the stages, in place.
 
     Chunks of one size each are not always possible; stages whose chunks add up to one size often are.
     """
-    loads = [0.0] * (max(stages) + 1)
-    sizes = [0] * len(stages)
-    for cost, chunk in zip(costs, chunks, strict=True):
-        loads[stages[chunk]] += cost
-        sizes[chunk] += 1
-    for _ in range(4 * len(costs)):
-        best: tuple[float, int, int] | None = None
-        for i in range(1, len(costs)):
-            if chunks[i - 1] == chunks[i]:
-                continue
-            for item, to in ((i, chunks[i - 1]), (i - 1, chunks[i])):
-                source, target = stages[chunks[item]], stages[to]
-                if source == target or sizes[chunks[item]] == 1:
-                    continue
-                cost = costs[item]  # the sum of squares must fall
-                gain = 2 * cost * (loads[source] - loads[target] - cost)
-                if gain > 1e-12 and (best is None or gain > best[0]):
-                    best = (gain, item, to)
-        if best is None:
-            return
-        _, item, to = best
-        source = chunks[item]
-        loads[stages[source]] -= costs[item]
-        loads[stages[to]] += costs[item]
-        sizes[source] -= 1
-        sizes[to] += 1
-        chunks[item] = to
+    prefix = [0.0, *itertools.accumulate(costs)]
+    edges = [0, *(i for i in range(1, len(chunks)) if chunks[i] != chunks[i - 1]), len(chunks)]
+    if len(edges) != len(stages) + 1:
+        return  # some chunk is empty
+    for _ in range(100):
+        loads = [0.0] * (max(stages) + 1)
+        for stage, a, b in zip(stages, edges, edges[1:]):
+            loads[stage] += prefix[b] - prefix[a]
+        best = (1e-9 * sum(load * load for load in loads), edges)
+        for first in range(1, len(edges) - 1):
+            for width in (1, 2):
+                if first + width < len(edges):
+                    best = min(
+                        best, _best_move(prefix, edges, stages, loads, first, width), key=lambda found: -found[0]
+                    )
+        if best[1] == edges:
+            break
+        edges = best[1]
+    for chunk, (a, b) in enumerate(itertools.pairwise(edges)):
+        chunks[a:b] = [chunk] * (b - a)
+
+
+def _best_move(
+    prefix: list[float], edges: list[int], stages: list[int], loads: list[float], first: int, width: int
+) -> tuple[float, list[int]]:
+    """By how much the sum of squared loads falls at most when `width` edges from `first` on are moved, and the edges
+    then."""
+    low, high = edges[first - 1], edges[first + width]
+    touched = range(first - 1, first + width)
+    without = list(loads)
+    for chunk in touched:
+        without[stages[chunk]] -= prefix[edges[chunk + 1]] - prefix[edges[chunk]]
+    before = sum(load * load for load in loads)
+    best = (0.0, edges)
+    if width == 2 and (high - low) ** 2 > 2 * _PAIRS:
+        return best
+    for inner in itertools.combinations(range(low + 1, high), width):
+        bounds = (low, *inner, high)
+        now = list(without)
+        for chunk, a, b in zip(touched, bounds, bounds[1:]):
+            now[stages[chunk]] += prefix[b] - prefix[a]
+        fall = before - sum(load * load for load in now)
+        if fall > best[0]:
+            best = (fall, [*edges[:first], *inner, *edges[first + width :]])
+    return best
