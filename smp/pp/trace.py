@@ -11,6 +11,7 @@ itself, the caller is opaque in turn. A model of which more than half would be o
 """
 
 import copy
+import logging
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from smp.pp.placed import Placed
 from smp.pp.tree import ancestors, is_inside
 
 _tracing = False
+_TORCH_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 # Says of a module whether its activations are recomputed in the backward (activation checkpointing).
 Recomputed = Callable[[nn.Module], bool]
@@ -47,11 +49,14 @@ def tracing() -> Iterator[None]:
     global _tracing
     states = [(generator, generator.get_state()) for generator in default_generators()]
     python_state = random.getstate()
+    level = _TORCH_LOG.level
+    _TORCH_LOG.setLevel(logging.CRITICAL)  # what fails is dealt with, and told in one line
     _tracing = True
     try:
         yield
     finally:
         _tracing = False
+        _TORCH_LOG.setLevel(level)
         random.setstate(python_state)
         for generator, state in states:
             generator.set_state(state)
@@ -195,9 +200,9 @@ def _estimate_opaque(own: dict[str, ModuleCost], charged: dict[str, ModuleCost],
 
 def _describe_opaque(opaque: dict[str, str]) -> str:
     first, reason = next(iter(opaque.items()))
-    others = f" and {len(opaque) - 1} others" if len(opaque) > 1 else ""
+    more = f" and {len(opaque) - 1} more" if len(opaque) > 1 else ""
     return (
-        f"trace: module '{first}'{others} cannot be looked into ({reason}): each stays on one stage, and its cost is "
+        f"trace: module '{first}'{more} cannot be looked into ({reason}): each stays on one stage, and its cost is "
         "estimated from the size of its parameters"
     )
 
@@ -229,4 +234,7 @@ def _fake(mode: FakeTensorMode, leaf: Any) -> Any:
     if type(leaf) is Placed:
         value = leaf.value
         return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=value.program.device)
-    return mode.from_tensor(leaf.detach())
+    if leaf.layout is not torch.strided or type(leaf) not in (Tensor, nn.Parameter):
+        return mode.from_tensor(leaf.detach())
+    fake = torch.empty_strided(tuple(leaf.shape), leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+    return fake.requires_grad_(leaf.requires_grad)
