@@ -1,7 +1,8 @@
-"""Which module goes to which stage: a pure function of the tree, its pins and the order of calls."""
+"""Which module goes to which stage: a pure function of the tree, its pins and what a trace found out."""
 
 import itertools
 import random
+import time
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ from torch import nn
 
 import smp
 from smp import PartitionError, runtime
-from smp.pp.cost import Costs
-from smp.pp.partition import Balance, assign
-from smp.pp.split import contiguous
+from smp.pp.cost import Costs, ModuleCost
+from smp.pp.partition import Balance, assign, units_of
+from smp.pp.split import Sequel, balanced, contiguous, stage_of_chunk
+from smp.pp.trace import trace
 from tests.harness import on_ranks
 
 
@@ -214,6 +216,204 @@ def test_the_result_depends_on_the_tree_alone():
 
     results = [assign(build(), 4, True, 0, None) for _ in range(5)]
     assert all(result == results[0] for result in results)
+
+
+def loads_of(root, assignment, num_stages, costs, memory_weight=0.8):
+    """The load of each stage, by the units that lie there."""
+    loads = [0.0] * num_stages
+    for unit in units_of(root, num_stages, costs, memory_weight):
+        stages = {assignment.modules[n] if assignment.modules[n] is not None else assignment.own[n] for n in unit.names}
+        assert len(stages) == 1, unit
+        loads[stages.pop()] += unit.load
+    return loads
+
+
+def random_tree(generator, depth=0):
+    """A tree of modules with its costs, in an order of execution that is not that of definition."""
+    kind = generator.choice([nn.ModuleList, nn.Sequential, Tree]) if depth < 3 else None
+    if kind is None or depth and generator.random() < 0.3:
+        return linear(generator.randint(1, 40))
+    children = [random_tree(generator, depth + 1) for _ in range(generator.randint(1, 4))]
+    if kind is nn.ModuleList:
+        return kind(children)
+    return kind(*children) if kind is nn.Sequential else kind(**{f"c{i}": c for i, c in enumerate(children)})
+
+
+def random_costs(generator, root):
+    names = [name for name, _ in root.named_modules()]
+    leaves = [name for name, m in root.named_modules() if isinstance(m, nn.Linear)]
+    seconds = {name: generator.choice([0.0, 0.1, 1.0, 2.0, 7.0]) for name in leaves}
+    own = {
+        name: ModuleCost(s, 2 * s, s, 4, generator.randint(0, 99), generator.randint(0, 9))
+        for name, s in seconds.items()
+    }
+    generator.shuffle(names)
+    return Costs(tuple(names), own, own)
+
+
+def test_the_largest_stage_is_within_one_percent_of_the_best_of_all_cuts():
+    """The promise of the partition. Every way to cut the units, in execution order, is tried."""
+    generator = random.Random(11)
+    tried = 0
+    for _ in range(120):
+        root = random_tree(generator)
+        costs = random_costs(generator, root)
+        num_stages, weight = generator.randint(1, 4), generator.choice([0.0, 0.2, 0.8, 1.0])
+        units = units_of(root, num_stages, costs, weight)
+        if not num_stages <= len(units) <= 13:
+            continue
+        tried += 1
+        got = assign(root, num_stages, True, 0, costs, Balance(memory_weight=weight))
+        best = best_by_trying_all([unit.load for unit in units], num_stages)
+        assert max(loads_of(root, got, num_stages, costs, weight)) <= 1.01 * best + 1e-12
+        stages = [got.modules[unit.names[0]] for unit in units]
+        assert stages == sorted(stages)  # contiguous in execution order
+    assert tried > 60
+
+
+def test_pinned_units_are_part_of_their_stages_load():
+    """What is pinned is there whatever the rest does: the rest has to leave it room."""
+    generator = random.Random(4)
+    for _ in range(200):
+        costs = [generator.choice([1, 2, 3, 5]) for _ in range(generator.randint(1, 7))]
+        base = [generator.choice([0, 0, 4, 9]) for _ in range(generator.randint(1, 4))]
+        parts = contiguous(costs, len(base), base)
+        assert parts == sorted(parts)
+        loads = [load + sum(c for c, p in zip(costs, parts) if p == k) for k, load in enumerate(base)]
+        best = None
+        for cuts in itertools.combinations_with_replacement(range(len(costs) + 1), len(base) - 1):
+            edges = [0, *cuts, len(costs)]
+            sums = [sum(costs[a:b]) for a, b in itertools.pairwise(edges)]
+            empty = sum(1 for load, a, b in zip(base, edges, edges[1:]) if not load and a == b)
+            if empty > max(0, base.count(0) - len(costs)):
+                continue
+            largest_load = max(load + s for load, s in zip(base, sums))
+            best = largest_load if best is None else min(best, largest_load)
+        assert max(loads) == best, (costs, base, parts)
+
+
+def test_a_module_is_torn_only_for_more_than_one_percent():
+    """Tearing costs overhead: the torn module's code runs on every rank, and more values travel."""
+    block = [Tree(a=linear(50), b=linear(50)) for _ in range(8)]
+    tree = Tree(blocks=nn.ModuleList(block))
+    got = assign(tree, 4, True, 0)
+    assert [got.modules[f"blocks.{i}"] for i in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    tree.blocks.append(linear(3))  # evening this out is worth less than 1 %
+    got = assign(tree, 4, True, 0)
+    assert None not in [got.modules[f"blocks.{i}"] for i in range(9)]
+    got = assign(Tree(blocks=nn.ModuleList(block[:3])), 2, True, 0)  # 150 + 150 instead of 200 + 100
+    assert [got.modules[f"blocks.{i}"] for i in range(3)] == [0, None, 1]
+    got = assign(Tree(blocks=nn.ModuleList(block[:3])), 2, True, 0, None, Balance(tolerance=0.5))
+    assert None not in [got.modules[f"blocks.{i}"] for i in range(3)]
+
+
+def test_a_module_that_reads_its_childrens_weights_is_never_torn():
+    """torch's attention uses its output projection without calling it; apart, the weight would travel every time."""
+    net = nn.Sequential(*[nn.MultiheadAttention(16, 2) for _ in range(3)])
+    names = ["", "0", "1", "2"]
+    costs = Costs(tuple(names), {}, {}, whole=frozenset({"0", "1", "2"}))
+    got = assign(net, 2, True, 0, costs)
+    assert None not in [got.modules[name] for name in ("0", "1", "2")]
+
+
+def gpt(vocabulary, layers=8, width=64, length=32):
+    """Plain modules in the proportions of a GPT: a lookup, equal layers, a head over the vocabulary."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.up, self.down = (
+                nn.LayerNorm(width),
+                nn.Linear(width, 6 * width),
+                nn.Linear(6 * width, width),
+            )
+
+        def forward(self, x):
+            return x + self.down(self.up(self.norm(x)).relu())
+
+    return nn.Sequential(
+        nn.Embedding(vocabulary, width), *[Block() for _ in range(layers)], nn.Linear(width, vocabulary, bias=False)
+    ), torch.zeros(2, length, dtype=torch.long)
+
+
+@pytest.mark.parametrize("memory_weight", [0.0, 0.2, 0.8])
+def test_a_large_vocabulary_moves_whole_layers_off_the_last_stage(memory_weight):
+    """Counting parameters takes the lookup for as dear as the head, and stage 1 waits for stage 0's half of nothing."""
+    net, text = gpt(vocabulary=64 * 64)
+    costs = trace(net, (text,), {})
+    got = assign(net, 2, True, 0, costs, Balance(memory_weight=memory_weight))
+    seconds = [0.0, 0.0]
+    equal = [0.0, 0.0]
+    for name, cost in costs.charged.items():
+        seconds[got.modules[name] if got.modules[name] is not None else got.own[name]] += cost.seconds
+        equal[0 if name.partition(".")[0] in "01234" else 1] += cost.seconds
+    assert max(seconds) <= 0.95 * max(equal)
+    assert sum(got.modules[str(i)] == 0 for i in range(1, 9)) > 4
+    assert got.modules["0"] == 0 and got.modules["9"] == 1
+
+
+def test_memory_weight_says_what_is_balanced():
+    """1: parameters and activations; 0: time."""
+    tree = Tree(wide=linear(1000), slow=linear(10), quick=linear(10), last=linear(990))
+    own = {"slow": ModuleCost(5.0, 10.0, 5.0), "quick": ModuleCost(1.0, 2.0, 1.0), "wide": ModuleCost(1.0, 2.0, 1.0)}
+    own["last"] = ModuleCost(1.0, 2.0, 1.0)
+    costs = Costs(("", "wide", "slow", "quick", "last"), own, own)
+    by_memory = assign(tree, 2, True, 0, costs, Balance(memory_weight=1.0))
+    assert stages_of(by_memory, "wide", "slow", "quick", "last") == [0, 0, 1, 1] or stages_of(
+        by_memory, "wide", "slow", "quick", "last"
+    ) == [0, 1, 1, 1]
+    by_time = assign(tree, 3, True, 0, costs, Balance(memory_weight=0.0))
+    assert stages_of(by_time, "wide", "slow", "quick", "last") == [0, 1, 2, 2]
+
+
+def test_chunks_go_round_the_stages():
+    """Several chunks on a stage shorten the pipeline's fill: chunk c has to follow chunk c - 1 on the next stage."""
+    assert [stage_of_chunk(c, 3, "loop") for c in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    assert [stage_of_chunk(c, 3, "v") for c in range(7)] == [0, 1, 2, 2, 1, 0, 0]
+    tree = nn.Sequential(*[linear(10) for _ in range(8)])
+    for placement, expected in (("loop", [0, 0, 1, 1, 0, 0, 1, 1]), ("v", [0, 0, 1, 1, 1, 1, 0, 0])):
+        got = assign(tree, 2, True, 0, None, Balance(virtual_stages=2, placement=placement))
+        assert [got.modules[str(i)] for i in range(8)] == expected
+    got = assign(tree, 4, True, 0, None, Balance(virtual_stages=2))
+    assert [got.modules[str(i)] for i in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
+def test_stages_of_several_chunks_are_even_where_single_chunks_cannot_be():
+    """A dear head makes its chunk the largest; the stage's other chunk has to make up for it."""
+    sequel = Sequel((1.0,) * 12 + (3.0,), (0.0,) * 13)
+    chunks = balanced(sequel, 2, 2)
+    assert chunks == sorted(chunks) and set(chunks) == {0, 1, 2, 3}
+    loads = [0.0, 0.0]
+    for cost, chunk in zip(sequel.costs, chunks):
+        loads[chunk % 2] += cost
+    assert max(loads) <= 8.0  # 15 in all
+    generator = random.Random(2)
+    for _ in range(30):
+        count = generator.randint(8, 14)
+        costs = tuple(float(generator.choice([1, 1, 2, 3, 6])) for _ in range(count))
+        stages, turns = generator.choice([(2, 2), (2, 3), (3, 2)])
+        chunks = balanced(Sequel(costs, (0.0,) * count), stages, turns)
+        assert chunks == sorted(chunks) and set(chunks) == set(range(stages * turns))
+        got = max(sum(c for c, k in zip(costs, chunks) if k % stages == s) for s in range(stages))
+        best = min(
+            max(
+                sum(sum(costs[a:b]) for a, b in itertools.islice(itertools.pairwise(edges), s, None, stages))
+                for s in range(stages)
+            )
+            for cuts in itertools.combinations(range(1, count), stages * turns - 1)
+            for edges in [(0, *cuts, count)]
+        )
+        assert got <= 1.25 * best  # found by moving edges, not by trying all
+
+
+def test_two_hundred_layers_are_cut_in_seconds():
+    """a10-3: an hour of start-up without a word. The trace alone runs every layer."""
+    net = nn.Sequential(*[nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 32), nn.Linear(32, 8)) for _ in range(200)])
+    begin = time.monotonic()
+    costs = trace(net, (torch.zeros(2, 8),), {})
+    for stages, turns in ((4, 1), (16, 1), (4, 4)):
+        assign(net, stages, True, 0, costs, Balance(virtual_stages=turns))
+    assert time.monotonic() - begin < 10
 
 
 @on_ranks(2, config={"pipeline_parallel_degree": 2, "auto_partition": False, "default_partition": 1})
