@@ -225,9 +225,15 @@ def recomputed(
         return _torch_checkpoint(region, *given, preserve_rng_state=preserve_rng_state, use_reentrant=True, **options)
     kept = region.tensors_to_keep(leaves)
     del leaves
-    offload = current_offload()
-    with offload.saving() if offload is not None and kept else nullcontext():
+    offload = current_offload() if _has_gradient(kept, modules) else None
+    with offload.saving() if offload is not None else nullcontext():
         return _torch_checkpoint(region, *kept, preserve_rng_state=preserve_rng_state, use_reentrant=False, **options)
+
+
+def _has_gradient(kept: list[Tensor], modules: tuple[nn.Module, ...]) -> bool:
+    return bool(kept) and any(
+        tensor.requires_grad for tensors in (kept, *(module.parameters() for module in modules)) for tensor in tensors
+    )
 
 
 @dataclass

@@ -18,6 +18,7 @@ from smp.activation import is_checkpointed
 from smp.patches.checkpoint import checkpoint, checkpoint_sequential
 from tests.harness import on_ranks
 from tests.pp.reference import WIDTH, Net, linear, same, start, vectors, wrap
+from tests.tp.test_convert import warnings_of
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +90,16 @@ def test_hooks_run_once() -> None:
     model = plain_model(Net(lambda net, x: net.a(x).sum(), a=net))
     model(torch.randn(2, WIDTH, requires_grad=True)).backward()
     assert seen == ["pre", "forward", "backward"] and net.runs == 2
+
+
+def test_sequences_are_called_as_ever() -> None:
+    """By keyword, on a tuple, and wrongly."""
+    net = nn.Sequential(Net(lambda net, pair: (net.l(pair[0]), pair[1]), l=linear()), Net(lambda net, pair: pair[0]))
+    smp.set_activation_checkpointing(net, strategy="contiguous", pack_args_as_tuple=True)
+    model = plain_model(Net(lambda net, x: net.a(input=(x, None)).sum(), a=net))
+    model(torch.randn(2, WIDTH)).backward()
+    with pytest.raises(TypeError):
+        net(1, 2)
 
 
 # -- what is kept ------------------------------------------------------------------------------------------------------
@@ -434,16 +445,59 @@ def test_a_module_split_by_the_partition_is_left_alone_with_a_warning() -> None:
     body = Pair()
     smp.set_activation_checkpointing(body)
     model = smp.DistributedModel(Net(lambda net, x: checkpoint(net.body, net.body(x)).sum(), body=body))
-    warnings: list[str] = []
-    log_warning, activation_log = smp.log.warn_once, smp.pp.checkpointing
-    activation_log.warn_once = lambda key, text, *args: warnings.append(text % args)  # type: ignore[attr-defined]
-    try:
 
-        @smp.step
-        def train(x: Tensor) -> None:
-            model.backward(model(x))
+    @smp.step
+    def train(x: Tensor) -> None:
+        model.backward(model(x))
 
+    with warnings_of() as warnings:
         train(vectors(2)["x"].float())
-    finally:
-        activation_log.warn_once = log_warning  # type: ignore[attr-defined]
-    assert warnings and all("'body' is not checkpointed, because the partition has split it" in w for w in warnings)
+    found = [text for text in warnings if "'body' is not checkpointed, because the partition has split it" in text]
+    assert len(found) == 1
+
+
+# -- tensor parallelism ------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class DistributedBlock(smp.nn.DistributedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = smp.nn.DistributedLinear(WIDTH, WIDTH)
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return self.inner(x)
+
+
+@on_ranks(2, config={"tensor_parallel_degree": 2, "ddp": True})
+def test_marks_on_modules_that_are_split() -> None:
+    """A mark moves to the module that takes the place of another one; those inside it are lost with a warning. A call
+    of `checkpoint` ahead of all that leaves no trace."""
+    smp.tp_register_with_module(Block, DistributedBlock)
+    net = nn.Sequential(Block(), Block(), linear())
+    checkpoint(net[0], torch.randn(2, WIDTH)).sum().backward()
+    assert "forward" not in net[0].__dict__
+    smp.set_tensor_parallelism(net[0])
+    smp.set_tensor_parallelism(net[1])
+    smp.set_activation_checkpointing(net[0])
+    smp.set_activation_checkpointing(net[1].inner)  # type: ignore[arg-type]
+    with warnings_of() as warnings:
+        model = smp.DistributedModel(net)
+    assert [type(part) for part in net[:2]] == [DistributedBlock, DistributedBlock]
+    assert [is_checkpointed(part) for part in net] == [True, False, False]
+    assert sum("inner of '1' was marked for activation checkpointing" in text for text in warnings) == 1
+    model(torch.randn(2, WIDTH)).sum().backward()
+    assert [net[0].runs, net[1].runs] == [2, 1]
+    smp.set_activation_checkpointing(net[1])  # once the model is made
+    model(torch.randn(2, WIDTH)).sum().backward()
+    assert [net[0].runs, net[1].runs] == [4, 3]

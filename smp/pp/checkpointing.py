@@ -90,7 +90,7 @@ _asked = _Asked()
 
 
 def _call_marked(module: nn.Module, mark: Mark, args: Any, kwargs: Any) -> Any:
-    _install_on(module)
+    installed = _install_on(module)
     outer = _asked.marks.get(id(module))
     _asked.marks[id(module)] = mark
     try:
@@ -100,6 +100,8 @@ def _call_marked(module: nn.Module, mark: Mark, args: Any, kwargs: Any) -> Any:
             del _asked.marks[id(module)]
         else:
             _asked.marks[id(module)] = outer
+        if installed and current.streams is None:  # in a step, another microbatch may be in the middle of such a call
+            _uninstall_from(module)
 
 
 # Marked modules
@@ -119,10 +121,21 @@ def install(root: nn.Module, stages: StageMap | None) -> None:
             _install_on(module)
 
 
-def _install_on(module: nn.Module) -> None:
-    if not isinstance(module.__dict__.get("forward"), CheckpointedForward):
-        module.__dict__.setdefault("_orig_forward", module.forward)
-        module.__dict__["forward"] = CheckpointedForward(module, module.__dict__.get("forward"))
+def _install_on(module: nn.Module) -> bool:
+    """Whether that was to do."""
+    if isinstance(module.__dict__.get("forward"), CheckpointedForward):
+        return False
+    module.__dict__.setdefault("_orig_forward", module.forward)
+    module.__dict__["forward"] = CheckpointedForward(module, module.__dict__.get("forward"))
+    return True
+
+
+def _uninstall_from(module: nn.Module) -> None:
+    ours = module.__dict__.pop("forward")
+    if ours.replaced is not None:
+        module.__dict__["forward"] = ours.replaced
+    if module.__dict__["_orig_forward"] == ours.plain:
+        del module.__dict__["_orig_forward"]
 
 
 class CheckpointedForward:
@@ -145,13 +158,14 @@ class CheckpointedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
         mark = _asked.marks.get(id(module)) or mark_of(module)
-        if mark is None or activation.is_running(module):
+        sequence_misused = mark is not None and mark.group != WHOLE and len(args) + len(kwargs) != 1
+        if mark is None or activation.is_running(module) or sequence_misused:
             return self.plain(*args, **kwargs)
         program = current.program
         if program is not None and program.in_node:
             program = None
         if mark.group != WHOLE:
-            (value,) = args
+            (value,) = (*args, *kwargs.values())
             return _run_sequence(program, list(module), value, mark)  # type: ignore[call-overload]
         if program is not None:  # split over stages; or not placed, and then nothing in it requires a gradient
             _is_split(module, _stages(program, module))

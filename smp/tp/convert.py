@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from smp import log
+from smp.activation import is_checkpointed
 from smp.comm import collectives
 from smp.errors import PartitionError, UsageError
 from smp.runtime import Runtime
@@ -302,6 +303,14 @@ def _finish(candidate: _Candidate, twin: DistributedModule) -> None:
         # What other parts of smp have left on it: its stage, checkpointing. On a class of torch also what the user has.
         if name.startswith("_smp_") or registration.arguments is not None:
             twin.__dict__.setdefault(name, value)
+    inside = [name for name, part in module.named_modules() if name and is_checkpointed(part)]
+    if inside:
+        log.warn_once(
+            f"checkpointed inside {candidate.name}",
+            "%s of '%s' was marked for activation checkpointing, but tensor parallelism replaces the whole of '%s'; "
+            "mark that module, or what stands in its place once the model is made",
+            *(", ".join(inside), candidate.name, candidate.name),
+        )
     twin.__dict__["_orig_forward"] = module.forward
     if registration.forward_hook is not None or registration.return_hook is not None:
         translate = None
