@@ -146,6 +146,11 @@ def test_all_problems_are_reported_at_once() -> None:
         ({"tensor_parallel_degree": 2}, "tensor_parallel_degree: got 2, which needs ddp"),
         ({"auto_partition": False}, "auto_partition: got False, which needs default_partition"),
         ({"default_partition": 2, "partitions": 2}, "default_partition: got 2; with pipeline_parallel_degree 2"),
+        ({"load_partition": True}, "load_partition: got True, which needs partition_file"),
+        (
+            {"virtual_stages": 2, "auto_partition": False, "default_partition": 0},
+            "virtual_stages: got 2, which needs auto_partition to be True",
+        ),
     ],
 )
 def test_combinations_that_cannot_work_are_refused(config: dict[str, Any], start: str) -> None:
@@ -160,7 +165,6 @@ def test_combinations_that_cannot_work_are_refused(config: dict[str, Any], start
         ({"fp16_params": True}, "fp16_params: got True, which needs fp16"),
         ({"sharded_data_parallel_degree": 2, "partitions": 2}, "sharded_data_parallel_degree: got 2, which does not"),
         ({"sharded_data_parallel_degree": 2, "shard_optimizer_state": True}, "sharded_data_parallel_degree: got 2, w"),
-        ({"load_partition": True}, "load_partition: got True, which needs partition_file"),
     ],
 )
 def test_combinations_of_coming_features_are_checked_too(config: dict[str, Any], start: str) -> None:
