@@ -26,6 +26,7 @@ A rule that waits (`patience`) waits only for something that is under way.
 
 import heapq
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -73,6 +74,7 @@ class Rule:
     alternate: after a backward a forward comes first, else a ready backward always does.
     forwards_first: all forwards of a window of `limits[0]` microbatches (the same on every stage), then their
         backwards.
+    dice: a seed, 0 for none: now and then take the other kind first, or wait for what is under way.
     """
 
     limits: tuple[int, ...]
@@ -82,6 +84,7 @@ class Rule:
     debts: tuple[int, ...] = ()
     alternate: bool = False
     forwards_first: bool = False
+    dice: int = 0
 
 
 @dataclass(frozen=True)
@@ -292,6 +295,7 @@ class _Execution:
         self.starts = [0.0] * count
         self.events: list[tuple[float, int, int]] = []  # (time, stage, node that is ready or -1)
         self.same = 1e-9 * sum(graph.durations)  # times that differ by rounding alone are the same
+        self.dice = random.Random(rule.dice) if rule.dice else None
         self.size = rule.limits[0]
         self.leading: dict[tuple[int, int], int] = {}  # (stage, window) -> leading forwards that have not run
         if rule.forwards_first:
@@ -308,7 +312,8 @@ class _Execution:
             if not needs:
                 heapq.heappush(events, (0.0, graph.stages[i], i))
         while events:
-            now = events[0][0] + self.same
+            begin = events[0][0]
+            now = begin + self.same
             due = set()
             while events and events[0][0] <= now:
                 _, stage, i = heapq.heappop(events)
@@ -320,7 +325,7 @@ class _Execution:
                 if self.free[stage] <= now:
                     chosen = self._choose(stage, now)
                     if chosen >= 0:
-                        self._start(chosen)
+                        self._start(chosen, begin)
         assert sum(map(len, self.rows)) == len(graph.stages), "list scheduling got stuck"
         return Outcome(self.rows, self.starts, max(self.free), self.most)
 
@@ -332,7 +337,8 @@ class _Execution:
             if graph.first[i]:
                 heapq.heappush(self.entering[stage], (k, i))
             else:
-                key = (k // self.rule.window, number, k, i)
+                late = self.dice.randrange(3) if self.dice is not None else 0
+                key = ((k + late) // self.rule.window, number, k, i)
                 heapq.heappush(self.choices[stage][graph.kinds[i]], key)
 
     def _choose(self, stage: int, now: float) -> int:
@@ -341,15 +347,21 @@ class _Execution:
         weights = self.choices[stage][WEIGHT]
         in_debt = bool(weights and rule.debts) and self.owed[stage] > rule.debts[stage]
         prefer_forward = rule.forwards_first or (rule.alternate and self.newest[stage] == BACKWARD)
+        if self.dice is not None:
+            prefer_forward ^= self.dice.random() < 0.2
+            if self.dice.random() < 0.1 and self._arrives_within(stage, now, math.inf):
+                return -1
         for kind in (FORWARD, BACKWARD) if prefer_forward else (BACKWARD, FORWARD):
             if in_debt and kind == FORWARD:
                 return heapq.heappop(weights)[3]
             chosen = self._take(stage, kind)
             if chosen >= 0:
                 return chosen
-        if weights and not (rule.patience and self._arrives_before(stage, now, self.graph.durations[weights[0][3]])):
-            return heapq.heappop(weights)[3]
-        return -1
+        if not weights:
+            return -1
+        if rule.patience and self._arrives_within(stage, now, rule.patience * self.graph.durations[weights[0][3]]):
+            return -1
+        return heapq.heappop(weights)[3]
 
     def _take(self, stage: int, kind: int) -> int:
         """Take out the best forward or backward that may run on `stage`, or -1."""
@@ -370,21 +382,21 @@ class _Execution:
             return visitors[admitted - 1] // self.size == k // self.size
         return True
 
-    def _arrives_before(self, stage: int, now: float, duration: float) -> bool:
-        """Whether a forward or backward that may then run is known to be ready within the rule's patience."""
+    def _arrives_within(self, stage: int, now: float, seconds: float) -> bool:
+        """Whether a forward or backward that may then run is known to be ready within `seconds`."""
         coming = self.coming[stage]
         while coming and coming[0][0] <= now:
             heapq.heappop(coming)
-        if not coming or coming[0][0] >= now + self.rule.patience * duration:
+        if not coming or coming[0][0] >= now + seconds:
             return False
         i = coming[0][1]
         return bool(self.turn[i]) and (not self.graph.first[i] or self._admits(stage, self.graph.microbatches[i]))
 
-    def _start(self, i: int) -> None:
-        """Run node i as soon as it and its stage are free."""
+    def _start(self, i: int, now: float) -> None:
+        """Run node i as soon as it and its stage are free, not before `now`: the stage may have waited."""
         graph = self.graph
         stage, k, kind = graph.stages[i], graph.microbatches[i], graph.kinds[i]
-        start = self.starts[i] = max(self.free[stage], self.ready[i])
+        start = self.starts[i] = max(now, self.free[stage], self.ready[i])
         end = self.free[stage] = start + graph.durations[i]
         self.rows[stage].append(i)
         heapq.heappush(self.events, (end, stage, -1))
@@ -421,5 +433,5 @@ class _Execution:
         if not self.missing[j]:
             stage = self.graph.stages[j]
             heapq.heappush(self.events, (self.ready[j], stage, j))
-            if self.rule.patience and self.graph.kinds[j] != WEIGHT:
+            if (self.rule.patience or self.dice) and self.graph.kinds[j] != WEIGHT:
                 heapq.heappush(self.coming[stage], (self.ready[j], j))

@@ -7,10 +7,11 @@ segment is ready when the previous segment of its microbatch on that stage has e
 arrived (start of the sender + offset + latency + bytes / bandwidth). Of what is ready and admitted, a stage takes what
 its policy prefers. Pure and deterministic.
 
-Greedy choices are not the best ones, so several variants (limits per stage, order among forwards) are tried and the
-one with the least step time, then the fewest microbatches in flight, is kept. What that reaches, f, b, w being a
-stage's seconds per microbatch forward, backward for inputs and for weights, m microbatches on p stages:
-see `Policy`.
+Greedy choices are not the best ones, so many rules (limits per stage, order among forwards, how long to wait, how many
+weight gradients to owe) are tried, and the one with the least step time, then the fewest microbatches in flight, is
+kept. Against exhaustive search it is the best for chains; over random programs that wander between stages it lost half
+a percent on average and at most 16 %. `Policy` says what it reaches for the usual placements, with f, b, w the seconds
+of a stage per microbatch forward, backward for inputs and for weights, m microbatches, p stages, v chunks per stage.
 """
 
 import enum
@@ -34,17 +35,25 @@ from smp.pp.schedule import (
 __all__ = ["Message", "Plan", "Policy", "ProgramCost", "Segment", "replay", "simulate"]
 
 
-NODE_BUDGET = 250_000  # how many actions all tried rules together may place: seconds
+NODE_BUDGET = 250_000  # how many actions all tried rules together may place: a second or two
+LEAST_RULES = 12  # how many rules are tried even so
 
 
 class Policy(enum.Enum):
     """What a stage prefers.
 
-    INTERLEAVED: ready backwards first. On a chain this is 1F1B, (m + p - 1) (f + b + w), with at most p - s
-        microbatches in flight on stage s.
-    SIMPLE: all forwards of a window of `active_microbatches` first, then their backwards.
+    INTERLEAVED: ready backwards first. On a chain of equal stages this is 1F1B, (m + p - 1) (f + b + w) with p - s
+        microbatches in flight on stage s. With v chunks, chunk c on stage c % p, and m a multiple of p, the interleaved
+        schedule of Megatron-LM (Narayanan et al. 2021), m (f + b + w) + (p - 1) (f + b + w) / v, needs up to 2 p in
+        flight; with p + 2 it is up to a tenth slower, still below 1F1B.
+    SIMPLE: all forwards of a window of `active_microbatches`, then their backwards (GPipe).
     FORWARD_ONLY: programs without backwards.
-    ZERO_BUBBLE: a backward runs its input gradients; weight gradients run as W actions where the stage would idle.
+    ZERO_BUBBLE: a backward runs its input gradients; weight gradients run as W actions where the stage would idle. On
+        a chain with p in flight it takes no longer than ZB-H1 of "Zero Bubble Pipeline Parallelism" (Qi et al. 2023),
+        m (f + b + w) + (p - 1) max(f, f + b - w). With 2 p - 1, the memory of ZB-H2, it reaches for b about w the least
+        there can be where all stages start and end a step together: m (f + b + w) + (p - 1) f. (The paper's zero is
+        that of a stage's own span, whose start is later on later stages.) With two chunks placed there and back as in
+        ZB-V, stage s holding chunks s and 2 p - 1 - s, and p in flight, that start is all that is idle: (p - 1) f / 2.
     """
 
     INTERLEAVED = "interleaved"
@@ -165,6 +174,8 @@ def _search(graph: Graph, active: int) -> Outcome:
     for value, window, turn, patience in product(reversed(by_memory), windows, turns, patiences):
         for debt, ahead in product(debts(value), aheads):
             search.attempt(Rule(value, window, patience, ahead, debt, turn))
+    for dice in range(1, 400):
+        search.attempt(replace(search.rule, dice=dice))
     search.lower_limits()
     return search.best
 
@@ -175,7 +186,7 @@ class _Search:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.bound = graph.bound() * (1 + 1e-9)
-        self.runs = max(12, NODE_BUDGET // max(1, len(graph.stages)))
+        self.runs = max(LEAST_RULES, NODE_BUDGET // max(1, len(graph.stages)))
         self.tried: set[Rule] = set()
         self.best = Outcome([], [], math.inf, [])
         self.rule = Rule(())
