@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from smp.bootstrap import host_copies
+from smp.bootstrap import HostCopies, host_copies
 
 
 class Offload:
@@ -34,6 +35,8 @@ class Offload:
         self._horizon = horizon
         self._microbatch = microbatch
         self._parcels: dict[int, list[weakref.ref[Parcel]]] = {}
+        # A tensor that several regions keep, such as a mask, is copied once: with the version that was copied.
+        self._put_away: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def saving(self) -> AbstractContextManager[None]:
         """What autograd saves inside goes into one new parcel."""
@@ -43,6 +46,16 @@ class Offload:
             line.pop()
         line.append(weakref.ref(parcel))
         return torch.autograd.graph.saved_tensors_hooks(parcel.pack, unpack)
+
+    def put_away(self, tensor: Tensor) -> "Packed":
+        """The tensor's copy on the host."""
+        version = 0 if tensor.is_inference() else tensor._version
+        earlier, packed = self._put_away.get(tensor, (None, None))
+        packed = None if packed is None or earlier != version else packed()
+        if packed is None:
+            packed = Packed(self._copies, tensor)
+            self._put_away[tensor] = version, weakref.ref(packed)
+        return packed
 
     def prefetch(self, microbatches: Sequence[int]) -> None:
         """Start to load all parcels of these microbatches."""
@@ -75,9 +88,9 @@ class Parcel:
         """Copies to the host. Parameters stay where they are: they are not given up anyway."""
         if isinstance(tensor, nn.Parameter) or tensor.layout is not torch.strided or not tensor.numel():
             return tensor
-        packed = Packed(self, *self._owner._copies.to_host(tensor.detach()))
+        packed = self._owner.put_away(tensor)
         self._packed.append(weakref.ref(packed))
-        return packed
+        return self, packed
 
     def load(self) -> None:
         """Start to copy back to the device what is not there yet."""
@@ -85,30 +98,39 @@ class Parcel:
             if packed is not None:
                 packed.load()
 
+    def take(self, packed: "Packed") -> Tensor:
+        """One of the tensors, for use on the current stream."""
+        self.load()
+        tensor = packed.take()
+        self._owner.load_before(self)
+        return tensor
+
 
 class Packed:
     """One tensor in host memory, and on the device while it is wanted there."""
 
-    def __init__(self, parcel: Parcel, host: Tensor, ready: Any) -> None:
-        self._parcel = parcel
-        self._host, self._ready = host, ready
+    def __init__(self, copies: HostCopies, tensor: Tensor) -> None:
+        self._copies = copies
+        self._host, self._ready = copies.to_host(tensor.detach())
         self._loaded: tuple[Tensor, Any] | None = None
 
     def load(self) -> None:
         """Start to copy to the device."""
         if self._loaded is None:
-            self._loaded = self._parcel._owner._copies.to_device(self._host, self._ready)
+            self._loaded = self._copies.to_device(self._host, self._ready)
 
     def take(self) -> Tensor:
-        """The tensor on the device, for use on the current stream."""
-        self._parcel.load()
+        """The tensor on the device; it is not kept there."""
+        self.load()
         assert self._loaded is not None
         (tensor, ready), self._loaded = self._loaded, None
-        self._parcel._owner._copies.wait(tensor, ready)
-        self._parcel._owner.load_before(self._parcel)
+        self._copies.wait(tensor, ready)
         return tensor
 
 
 def unpack(saved: Any) -> Tensor:
     """What `Parcel.pack` gave, as a tensor again."""
-    return saved.take() if isinstance(saved, Packed) else saved
+    if isinstance(saved, Tensor):
+        return saved
+    parcel, packed = saved
+    return parcel.take(packed)

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -297,10 +298,20 @@ def test_buffers_that_are_written_later() -> None:
     assert int(net[1].num_batches_tracked) == 1  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("where", ["after the step", "on another thread"])
 @on_ranks(1)
-def test_a_backward_after_the_step() -> None:
-    """With results that keep their graph, the second run comes when the step's random streams are gone."""
+def test_a_backward_elsewhere(where: str) -> None:
+    """With results that keep their graph, the second run comes when the step's random streams are gone; on CUDA it runs
+    on a thread of autograd's, which has never had them."""
     gradients = []
+
+    def run(loss: Tensor) -> Tensor:
+        if where == "on another thread":
+            thread = threading.Thread(target=loss.backward)
+            thread.start()
+            thread.join()
+        return loss
+
     for mark in (False, True):
         runtime.reset()
         smp.init({"microbatches": 2})
@@ -308,11 +319,12 @@ def test_a_backward_after_the_step() -> None:
         if mark:
             smp.set_activation_checkpointing(net, strategy="contiguous")
         model = smp.DistributedModel(net)
-        step = smp.step(lambda x, model=model: model(x).square().sum(), detach_outputs=False)
+        step = smp.step(lambda x, model=model: run(model(x).square().sum()), detach_outputs=False)
         torch.manual_seed(1)
         loss = step(torch.randn(8, WIDTH)).reduce_mean()
         torch.rand(3)
-        loss.backward()
+        if where == "after the step":
+            loss.backward()
         gradients.append([p.grad for p in net.parameters()])
     for a, b in zip(*gradients, strict=True):
         assert torch.equal(a, b)

@@ -83,6 +83,25 @@ def test_a_pipeline_brings_back_what_it_will_use() -> None:
     assert copies.events[6:] == ["load 5", "use 5", "load 4", "use 4"]
 
 
+def test_what_several_regions_keep_is_copied_once() -> None:
+    """A mask goes through every layer. When it has changed in between it is another one."""
+    offload, copies = recorded(1)
+    x, mask = torch.ones(2, requires_grad=True), torch.ones(2)
+    y = x
+    for change in (False, False, True):
+        if change:
+            mask.mul_(3)
+        with offload.saving():
+            y = y * mask
+    assert copies.count == 2
+    y.sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [3, 3]
+    del y
+    with offload.saving():
+        (x * mask).sum()
+    assert copies.count == 3  # the copy went away with the graph
+
+
 def test_nothing_is_left_of_a_backward() -> None:
     """Copies on the host go away with the graph, and the list of them does not grow from step to step."""
     offload, _ = recorded(3)
