@@ -66,6 +66,22 @@ def intercepted(backward: Callable[[list[Any], list[Any]], None]) -> Iterator[No
         setattr(_checkpoint_inner, _HOOK, previous)
 
 
+@contextmanager
+def checkpoint_replaced(call: Callable[[Callable[[], Any], Any], Any]) -> Iterator[None]:
+    """Inside, `checkpoint(function, *args, **kwargs)` is `call(run, (args, kwargs))`; `run()` runs the function."""
+    previous = getattr(_checkpoint_inner, _HOOK, None)
+
+    def replacement(function: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs = {name: value for name, value in kwargs.items() if name not in _CHECKPOINT_OPTIONS}
+        return call(functools.partial(function, *args, **kwargs), (args, kwargs))
+
+    setattr(_checkpoint_inner, _HOOK, replacement)
+    try:
+        yield
+    finally:
+        setattr(_checkpoint_inner, _HOOK, previous)
+
+
 def _in_glue() -> Program | None:
     program = current.program
     return None if program is None or program.in_node else program

@@ -103,10 +103,7 @@ class Ledger:
         if name in self.modules.leaves:
             self._arrive(name)
         if self.recomputed(name):
-            for leaf in tree_leaves(inputs):
-                if isinstance(leaf, Tensor):
-                    self.save(leaf)
-            self.recomputing += 1
+            self._begin_recomputed(inputs)
 
     def leave(self, name: str, output: Any, depth: int) -> None:
         """`depth` is the length of the stack before the call was entered."""
@@ -118,6 +115,20 @@ class Ledger:
         entry.output_bytes += sum(map(nbytes, tensors))
         self.shapes.setdefault(name, tuple(tuple(t.shape) for t in tensors))
         del self.stack[depth:]
+
+    def _begin_recomputed(self, inputs: Any) -> None:
+        for leaf in tree_leaves(inputs):
+            if isinstance(leaf, Tensor):
+                self.save(leaf)
+        self.recomputing += 1
+
+    def checkpoint(self, run: Callable[[], Any], inputs: Any) -> Any:
+        """A call of torch.utils.checkpoint: what `run` does is done again in the backward."""
+        self._begin_recomputed(inputs)
+        try:
+            return run()
+        finally:
+            self.recomputing -= 1
 
     def _arrive(self, leaf: str) -> None:
         self.last = leaf

@@ -27,6 +27,7 @@ from smp import log
 from smp.bootstrap import default_generators
 from smp.nested import map_leaves
 from smp.pp.cost import ZERO, Costs, ModuleCost
+from smp.pp.intercept import checkpoint_replaced
 from smp.pp.meter import Ledger, Meter, survey
 from smp.pp.placed import Placed
 from smp.pp.tree import ancestors, is_inside
@@ -116,7 +117,7 @@ def _run(
             child.__dict__["_call_impl"] = _metered(ledger, name, child)
         fake_args, fake_kwargs = map_leaves(lambda leaf: _fake(mode, leaf), (args, kwargs))
         saving = torch.autograd.graph.saved_tensors_hooks(ledger.save, lambda tensor: tensor)
-        with torch.set_grad_enabled(with_grad), saving, Meter(ledger):
+        with torch.set_grad_enabled(with_grad), saving, checkpoint_replaced(ledger.checkpoint), Meter(ledger):
             output = twin(*fake_args, **fake_kwargs)
         ledger.finish(output)
     return _settled(ledger, list(module.named_modules()), with_grad)

@@ -156,6 +156,22 @@ def test_recomputed_modules_run_twice_and_keep_their_input():
     assert again["0"] == plain["0"]
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_that_the_model_makes_itself_run_twice_too(reentrant):
+    """transformers' gradient_checkpointing_enable; its reentrant form runs without gradients and would look free."""
+
+    class Checkpointing(nn.Sequential):
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=reentrant)
+
+    inner = [nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)]
+    x = torch.zeros(4, 8)
+    plain = trace(nn.Sequential(nn.Linear(8, 8), nn.Sequential(*inner)), (x,), {})
+    again = trace(nn.Sequential(nn.Linear(8, 8), Checkpointing(*inner)), (x,), {})
+    assert again["1"].backward == pytest.approx(plain["1"].backward + plain["1"].forward)
+    assert again["1"].activation_bytes == 4 * 32
+
+
 def test_nominal_seconds_are_a_function_of_work_alone():
     """They decide on rank 0 today and on another machine tomorrow."""
     assert nominal_seconds(8e10, 0, torch.float32, "cpu") == pytest.approx(1.0, rel=1e-4)
