@@ -129,15 +129,14 @@ WAYS: dict[str, Callable[[Noisy], None]] = {
 }
 
 
-def trained(pp: int, way: str, **config: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
+def trained(pp: int, way: str, auto: bool = False, **config: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Two steps, one under autocast: losses, and all tensors that this rank has then, with gradients."""
     runtime.reset()
-    smp.init(
-        {"pipeline_parallel_degree": pp, "microbatches": 2, "auto_partition": False, "default_partition": 0, **config}
-    )
+    placement = {} if auto else {"auto_partition": False, "default_partition": 0}
+    smp.init({"pipeline_parallel_degree": pp, "microbatches": 2, **placement, **config})
     torch.manual_seed(3)
     module = Noisy().double()
-    for name, part in PLACES.items():
+    for name, part in [] if auto else PLACES.items():
         smp.set_partition(module.get_submodule(name), int(part * pp))
     WAYS[way](module)
     model = smp.DistributedModel(module)
@@ -184,6 +183,18 @@ def test_masks_statistics_and_autocast(pp: int) -> None:
             assert_close(tensor, tensors[name], TOLERANCE, f"{way}: {name}")
         if "body.4.num_batches_tracked" in got:
             assert int(got["body.4.num_batches_tracked"]) == 4
+
+
+@on_ranks(2)
+def test_several_chunks_per_stage() -> None:
+    """A sequence goes from stage to stage and back; its groups follow the partition."""
+    losses, tensors = trained(2, "nothing", auto=True, virtual_stages=2)
+    for way in ("members", "strategy contiguous", "call group_2"):
+        got_losses, got = trained(2, way, auto=True, virtual_stages=2, offload_activations=True)
+        for a, b in zip(got_losses, losses, strict=True):
+            assert_close(a, b, TOLERANCE, f"{way}: losses")
+        for name in tensors.keys() & got.keys():  # the partition counts what is checkpointed, too
+            assert_close(got[name], tensors[name], TOLERANCE, f"{way}: {name}")
 
 
 @on_ranks(2)
