@@ -12,6 +12,7 @@ from smp.log import warn_once
 from smp.nested import Spec, flatten, unflatten
 from smp.pp.placed import Placed, Value, user_line
 from smp.pp.structure import signature_of, value_signature
+from smp.pp.tape import Run
 
 CALL = 20e-6  # seconds that a call takes however small it is
 _PRODUCTS = frozenset(("linear", "matmul", "__matmul__", "mm", "bmm"))
@@ -41,6 +42,7 @@ class Call:
     owner: int
     is_function: bool  # of torch, called by glue code; otherwise a module or other opaque code
     arrived: list[Value | None] = field(default_factory=list)
+    run: Run | None = None  # the calls on the owner that this one follows without a move between them
 
     def check(self) -> None:
         """Raises `StepError` for an operand that is out of date, that comes from elsewhere with a history, or that is
@@ -83,7 +85,7 @@ class Call:
     def inputs(self, shielded: bool) -> list[Any]:
         """On the owner: the leaves as plain tensors; behind an identity where the call may write to them."""
         return [
-            leaf if value is None else _as_input(value, shielded)
+            leaf if value is None else _as_input(value, shielded, self.run)
             for leaf, value in zip(self.leaves, self.arrived, strict=True)
         ]
 
@@ -144,14 +146,17 @@ def _hides_placed(leaf: Any) -> bool:
     return any(type(x) is Placed for x in attributes.values())
 
 
-def _as_input(value: Value, shielded: bool) -> torch.Tensor:
+def _as_input(value: Value, shielded: bool, run: Run | None) -> torch.Tensor:
     """The tensor a call is given. Behind an identity where the call may write to it: a leaf could not be written to."""
     assert value.local is not None
     if value.parameter is not None:
         return value.local
-    if not shielded or not torch.is_grad_enabled() or not value.requires_grad:
-        return value.local if not value.requires_grad or torch.is_grad_enabled() else value.local.detach()
-    return _Identity.apply(value.local)
+    if not value.requires_grad:
+        return value.local
+    if not torch.is_grad_enabled():
+        return value.local.detach()
+    tensor = value.graph if value.graph is not None and value.run is run else value.local
+    return _Identity.apply(tensor) if shielded else tensor
 
 
 class _Identity(torch.autograd.Function):

@@ -151,24 +151,24 @@ class Reach:
 
     def __init__(self, on_done: Callable[[torch.Tensor], None]) -> None:
         self._on_done = on_done
-        self._counts: dict[torch.Tensor, int] = {}
+        self._counts: dict[int, int] = {}  # by the parameter's id: hashing a tensor itself is slow
         self._sealed = False
 
     def add(self, node: "Node") -> None:
         for parameter in node.parameters:
-            self._counts[parameter] = self._counts.get(parameter, 0) + 1
+            self._counts[id(parameter)] = self._counts.get(id(parameter), 0) + 1
 
     def release(self, node: "Node") -> None:
         for parameter in node.parameters:
-            self._counts[parameter] -= 1
-            if self._sealed and not self._counts[parameter]:
+            self._counts[id(parameter)] -= 1
+            if self._sealed and not self._counts[id(parameter)]:
                 self._on_done(parameter)
 
     def seal(self, parameters: list[torch.Tensor]) -> None:
         """No node will be added any more: those of `parameters` that nothing reaches are done already."""
         self._sealed = True
         for parameter in parameters:
-            if not self._counts.get(parameter):
+            if not self._counts.get(id(parameter)):
                 self._on_done(parameter)
 
 
@@ -216,6 +216,11 @@ class StepContext:
     def entangle(self, reason: str) -> None:
         """Microbatches depend on each other beyond their gradients, so their forwards must not be interleaved."""
         self.entangled = self.entangled or reason
+
+    def end_turns(self) -> None:
+        """Let go of what saw the programs run."""
+        self.turns = _NoTurns()
+        self.watch_state = _nothing_to_watch
 
     def root_seed(self, microbatch: int) -> int:
         return mix(self.seed, microbatch)

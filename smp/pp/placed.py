@@ -17,6 +17,7 @@ from smp.rng import Streams
 
 if TYPE_CHECKING:
     from smp.pp.program import Program
+    from smp.pp.tape import Run
 
 
 class _Current(threading.local):
@@ -51,7 +52,7 @@ class Value:
     __slots__ = (
         "owner", "program", "shape", "stride", "dtype", "requires_grad", "local", "copies", "order", "storage",
         "version",
-        "hooks", "parameter", "spent",
+        "hooks", "parameter", "spent", "graph", "run",
     )  # fmt: skip
 
     def __init__(
@@ -78,6 +79,8 @@ class Value:
         self.version = self.storage.version
         self.hooks: list[Callable[[torch.Tensor], torch.Tensor | None]] = []
         self.parameter: torch.Tensor | None = None  # the parameter or written buffer that this value is
+        self.graph: torch.Tensor | None = None  # on the owner, the data with its autograd graph, and the calls it is of
+        self.run: Run | None = None
         self.spent = False  # a backward has gone through the node that made it
 
     @property

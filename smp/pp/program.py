@@ -53,6 +53,7 @@ class Program:
         self.in_node = ""  # the name of the call being run on plain tensors, if any
         self.mode = GlueMode(self)
         self.observers: Observers = {}
+        self.joins_calls = True  # of one stage, into one backward; else each call's parameters are done when it is
         self.num_backwards = 0
         self.called_after_backward = False
         self.journal: Journal | None = None  # filled while a program is recorded for a plan
@@ -273,6 +274,7 @@ class Program:
         if self.engine.debug is not None:
             self.engine.debug.compare(self, call.name, signature)
         call.arrived = [None if value is None else self.move(value, call.owner, call.name) for value in call.values]
+        call.run = self.tape.open_run(call.owner)
         known = self.engine.structures.get(signature)
         if self.journal is not None:
             self.journal.append(Work(call.owner, call.estimate(self.engine.costs).forward))
@@ -372,8 +374,14 @@ class Program:
         real = None
         if self.rank == call.owner:
             parameters += self.engine.parameters_of(call.key)
-            real = [tensor for _, tensor in outputs if tensor is not None]
+            real = [_with_graph(tensor) for _, tensor in outputs if tensor is not None]
         node = CallNode(call.name, call.owner, inputs, [value for value, _ in outputs], real, parameters)
+        node.open = self.joins_calls
+        if call.run is not None and self.joins_calls:
+            node.run = call.run
+        if real is not None:
+            for value, tensor in zip(node.outputs, real, strict=True):
+                value.graph, value.run = tensor, node.run
         if self.journal is not None:
             estimate = call.estimate(self.engine.costs)
             self._backward_work[id(node)] = Work(call.owner, estimate.backward, estimate.weight)
@@ -539,6 +547,14 @@ class Program:
     def receive(self, node: MoveNode) -> torch.Tensor | None:
         """Wait for it there."""
         return self.step.receive_gradient(node.source.shape, node.source.dtype, node.copy.owner, node.tag + 1)
+
+
+def _with_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """A result that later calls of the run can take: not a leaf, such as a parameter that a module returns."""
+    if tensor.grad_fn is not None:
+        return tensor
+    with torch._C.DisableTorchFunction():
+        return tensor.view_as(tensor)
 
 
 def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -74,6 +74,8 @@ def _register_hook(program: "Program", func: Any, args: Any, kwargs: Any) -> Any
         return func(*args, **kwargs)
     if not tensor.value.requires_grad:
         raise StepError(f"{user_line()}: a hook on a tensor that requires no gradient never runs.")
+    if tensor.value.graph is not None:
+        return tensor.value.graph.register_hook(hook)
     tensor.value.hooks.append(hook)
     return _HookHandle(tensor.value.hooks, hook)
 

@@ -60,6 +60,7 @@ class StageMap:
         self._trainable: dict[str, list[torch.Tensor]] = {}
         self._flags: dict[str, int] = {}
         self._groups: dict[str, tuple[str, ...]] = {}  # names of modules that run as one node, by the node's name
+        self._modes: Any = None  # what the two were made for
         self._names = {id(module): name for name, module in root.named_modules()}
         for prefix, module in root.named_modules(remove_duplicate=False):
             stage = self._stage_for(prefix, own_stage)
@@ -205,9 +206,15 @@ class StageMap:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Forget which parameters required gradients and which modules trained: results' structures depend on it."""
-        self._trainable.clear()
-        self._flags.clear()
+        """See which parameters require gradients and which modules train: results' structures depend on it."""
+        modes = (
+            tuple(module.training for module in self.root.modules()),
+            tuple((id(parameter), parameter.requires_grad) for parameter in self.root.parameters()),
+        )
+        if modes != self._modes:
+            self._modes = modes
+            self._trainable.clear()
+            self._flags.clear()
         self._tied_versions = [(name, p, p._version) for name, p, _ in self.tied_parameters()]
         for name, module in self.root.named_modules():
             if self.assignment.get(name) is None and (module._backward_hooks or module._backward_pre_hooks):

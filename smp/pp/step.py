@@ -201,6 +201,8 @@ class _StepFunction:
         reach = Reach(model._parameter_done)
         context = StepContext(engine, streams, rng.mix(seed, rt.rdp_rank), reach)
         programs = [Program(k, engine, context) for k in range(count)]
+        # The last backward reduces gradients while it still runs: parameter by parameter, not stage by stage.
+        programs[-1].joins_calls = rt.dp_size == 1
         model._begin_step(self, count)
         if engine.stages is not None:
             engine.stages.begin_step()
@@ -219,7 +221,10 @@ class _StepFunction:
 
         turns = Turns(programs, lambda k: body(place_arguments(programs[k], parts[k])), actions, before)
         context.turns = turns
-        outputs = turns.run()
+        try:
+            outputs = turns.run()
+        finally:
+            context.end_turns()
         self._single_backward = all(p.num_backwards == 1 and not p.called_after_backward for p in programs)
         if known is None and engine.debug is None:
             self._planner.learn(kind, rt, [p.journal or [] for p in programs], context.entangled)

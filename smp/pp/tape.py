@@ -9,8 +9,9 @@
        x.grad  <..........tag + 1......  MoveNode: send x'.grad
        CallNode embed: autograd from x
 
-Each node runs its own small autograd backward, so nothing ever waits for a message inside the autograd engine. Which
-nodes take part is decided from structure alone, the same on every rank.
+Calls of one stage that follow each other without a move between them are one run: their autograd graphs stay connected,
+and one small autograd backward goes through all of them. So nothing ever waits for a message inside the autograd
+engine. Which nodes take part is decided from structure alone, the same on every rank.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,6 +25,12 @@ from smp.errors import StepError
 from smp.pp.placed import Value, user_line
 
 
+class Run:
+    """Identifies calls whose graphs are connected."""
+
+    __slots__ = ()
+
+
 @dataclass(slots=True, eq=False)
 class CallNode:
     """One call. On its owner `real` are the outputs with their autograd graph, elsewhere None."""
@@ -34,6 +41,8 @@ class CallNode:
     outputs: list[Value]
     real: list[torch.Tensor] | None
     parameters: list[torch.Tensor] = field(default_factory=list)
+    run: Run = field(default_factory=Run)
+    open: bool = False  # later calls may join its run
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +89,11 @@ class Tape:
     def add(self, node: Node) -> None:
         self._nodes.append(node)
 
+    def open_run(self, owner: int) -> Run | None:
+        """The run that the next call on `owner` continues, if there is one."""
+        last = self._nodes[-1] if self._nodes else None
+        return last.run if isinstance(last, CallNode) and last.open and last.owner == owner else None
+
     def backward(self, seeds: list[tuple[Value, torch.Tensor | None]], program: "Backward") -> None:
         """Walk from the end; `seeds` are values with their gradients (None on ranks that do not own the value).
 
@@ -91,20 +105,20 @@ class Tape:
             if value.owner == self._rank and gradient is not None:
                 _accumulate(value, gradient)
         kept: list[Node] = []
+        run: list[CallNode] = []  # reached calls of one run, last first
         while self._nodes:
             node = self._nodes.pop()
-            outputs = node.outputs if isinstance(node, CallNode) else [node.copy]
-            if reached.isdisjoint(outputs):
+            if run and (isinstance(node, MoveNode) or node.run is not run[0].run):
+                self._finish_run(run)
+            if reached.isdisjoint(node.outputs if isinstance(node, CallNode) else (node.copy,)):
                 kept.append(node)
-                continue
-            if isinstance(node, CallNode):
+            elif isinstance(node, CallNode):
                 for value in node.inputs:
                     self._reach(reached, value)
                 for value in node.outputs:
                     value.spent = True
                 program.runs(node)
-                if node.real is not None:
-                    _run(node)
+                run.append(node)
             else:
                 self._reach(reached, node.source)
                 program.meets(node)
@@ -119,8 +133,17 @@ class Tape:
                     node.copy.spent = True
                 else:
                     kept.append(node)  # a leaf: another backward may reach it through another use of the copy
-            self._release(node)
+                self._release(node)
+        if run:
+            self._finish_run(run)
         self._nodes = kept[::-1]
+
+    def _finish_run(self, run: list[CallNode]) -> None:
+        if run[0].real is not None:
+            _run(run)
+        for node in run:
+            self._release(node)
+        run.clear()
 
     @staticmethod
     def _reach(reached: set[Value], value: Value) -> None:
@@ -143,6 +166,9 @@ class Tape:
         """Forget what no backward will reach."""
         for node in self._nodes:
             self._release(node)
+            if isinstance(node, CallNode):
+                for value in node.outputs:
+                    value.graph = None
         self._nodes = []
 
 
@@ -187,16 +213,19 @@ def final_gradient(value: Value) -> torch.Tensor | None:
     return gradient
 
 
-def _run(node: CallNode) -> None:
-    assert node.real is not None
+def _run(nodes: list[CallNode]) -> None:
+    """The backward of connected calls: from the gradients that came from outside to parameters and inputs."""
     roots, gradients = [], []
-    for value, real in zip(node.outputs, node.real, strict=True):
-        gradient = final_gradient(value)
-        if gradient is not None and real.requires_grad:
-            roots.append(real)
-            gradients.append(gradient)
-        _free(value)
-    node.real = None
+    for node in nodes:
+        assert node.real is not None
+        for value, real in zip(node.outputs, node.real, strict=True):
+            gradient = final_gradient(value)
+            if gradient is not None and real.requires_grad:
+                roots.append(real)
+                gradients.append(gradient)
+            value.graph = None
+            _free(value)
+        node.real = None
     if roots:
         torch.autograd.backward(roots, gradients)
 
