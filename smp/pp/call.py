@@ -1,6 +1,6 @@
 """One call of glue code, taken apart: its operands, where it runs, and what its result depends on."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ from torch import nn
 from smp.errors import StepError
 from smp.log import warn_once
 from smp.nested import Spec, flatten, unflatten
+from smp.pp.cost import Costs, nominal_seconds
 from smp.pp.placed import Placed, Value, user_line
 from smp.pp.structure import signature_of, value_signature
 from smp.pp.tape import Run
@@ -64,17 +65,22 @@ class Call:
         modes = (torch.is_grad_enabled(), torch.is_autocast_enabled(device_type))
         return (self.key, self.spec, tuple(operands), *modes)
 
-    def estimate(self, costs: Mapping[str, Any] | None) -> "Estimate":
+    def estimate(self, costs: Costs | None) -> "Estimate":
         """Nominal seconds of this call, the same on every rank: of a module from the trace, else from its operands."""
         known = None if costs is None else costs.get(getattr(self.key, "name", ""))
-        if known is not None:
-            return Estimate(known.forward + CALL, known.backward + CALL, known.weight)
+        if known is not None and known.calls:
+            n = known.calls
+            return Estimate(known.forward / n + CALL, known.backward / n + CALL, known.weight / n)
         operands = [value for value in self.values if value is not None]
         flops = 0
         if self.name in _PRODUCTS and len(operands) > 1:
             second = operands[1].shape
             flops = 2 * operands[0].numel * (second[0] if self.name == "linear" else second[-1] if second else 1)
-        forward = CALL + nominal_seconds(flops, sum(value.numel * value.dtype.itemsize for value in operands))
+        nbytes = sum(value.numel * value.dtype.itemsize for value in operands)
+        first = operands[0] if operands else None
+        forward = CALL
+        if first is not None:
+            forward += nominal_seconds(flops, nbytes, first.dtype, first.program.device.type)
         return Estimate(forward, 2 * forward, 0.0)
 
     def arguments(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -123,10 +129,6 @@ class Call:
             "that holds a tensor of another call in an attribute; such a tensor cannot be moved between stages. Pass "
             "tensors themselves, or in a list, tuple, dict, mapping or dataclass."
         )
-
-
-def nominal_seconds(flops: float, nbytes: float) -> float:
-    return flops / 5e10 + nbytes / 5e9
 
 
 def _check_history(tensor: torch.Tensor) -> None:
