@@ -16,9 +16,9 @@ of a stage per microbatch forward, backward for inputs and for weights, m microb
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
 
 from smp.errors import StepError
 from smp.pp.listing import Graph, Network, Outcome, Rule, execute, leaves_after
@@ -35,7 +35,7 @@ from smp.pp.schedule import (
 __all__ = ["Message", "Plan", "Policy", "ProgramCost", "Segment", "replay", "simulate"]
 
 
-NODE_BUDGET = 250_000  # how many actions all tried rules together may place: a second or two
+NODE_BUDGET = 150_000  # how many actions all tried rules together may place: a second or two
 LEAST_RULES = 12  # how many rules are tried even so
 
 
@@ -115,7 +115,7 @@ def simulate(
     if policy in (Policy.SIMPLE, Policy.FORWARD_ONLY):
         outcome = execute(graph, Rule((active,) * num_stages, forwards_first=policy is Policy.SIMPLE))
     else:
-        outcome = _search(graph, active)
+        outcome = _Search(graph, active).run()
     actions = graph.actions(outcome)
     if policy is Policy.ZERO_BUBBLE:
         actions = [_joined(row, programs, stage) for stage, row in enumerate(actions)]
@@ -135,68 +135,83 @@ def _joined(row: Sequence[Action], programs: Sequence[ProgramCost], stage: int) 
     return joined
 
 
-def _search(graph: Graph, active: int) -> Outcome:
-    """The best of what many rules give.
-
-    First one field of the rule is varied at a time, then, as far as NODE_BUDGET allows, all combinations are tried;
-    a schedule that reaches the bound ends this. Last, limits are lowered as long as that costs no time.
-    """
-    search = _Search(graph)
-    needed = tuple(min(active, limit) for limit in graph.needed_limits())
-    stages = graph.num_stages
-    everywhere = {min(active, max(1, n)) for n in (stages // 2, stages - 1, stages, stages + 1, 3 * stages // 2)}
-    limits = {tuple(min(active, limit + extra) for limit in needed) for extra in (0, 1, 2, stages, active)}
-    by_memory = sorted(limits | {(n,) * stages for n in everywhere}, key=lambda value: (max(value), sum(value), value))
-    windows = [1, 2, max(1, stages // 2), stages, graph.num_microbatches] if graph.chunks > 1 else [1]
-    patiences = (0.0, 0.25, 0.5, 0.75, 1.0) if graph.split_weights else (0.0,)
-    turns = (False, True)
-    aheads = [(), needed, tuple(limit + 1 for limit in needed)] if graph.split_weights else [()]
-
-    def debts(limits: tuple[int, ...]) -> list[tuple[int, ...]]:
-        if not graph.split_weights:
-            return [()]
-        spare = tuple(graph.chunks * (limit - least) for limit, least in zip(limits, needed))
-        return [(), tuple(max(0, n) for n in spare), tuple(limit - 1 for limit in limits)]
-
-    search.attempt(Rule(needed, window=stages if graph.chunks > 1 else 1))
-    if search.runs < 40:  # too few to go up step by step
-        for turn in turns:
-            search.attempt(replace(search.rule, limits=(active,) * stages, alternate=turn))
-    for _ in range(2):
-        for value in by_memory:
-            search.attempt(replace(search.rule, limits=value))
-        for window, turn in product(windows, turns):
-            search.attempt(replace(search.rule, window=window, alternate=turn))
-        for debt, ahead, turn in product(debts(search.rule.limits), aheads, turns):
-            search.attempt(replace(search.rule, ahead=ahead, debts=debt, alternate=turn))
-        for patience, turn in product(patiences, turns):
-            search.attempt(replace(search.rule, patience=patience, alternate=turn))
-    for value, window, turn, patience in product(reversed(by_memory), windows, turns, patiences):
-        for debt, ahead in product(debts(value), aheads):
-            search.attempt(Rule(value, window, patience, ahead, debt, turn))
-    for dice in range(1, 400):
-        search.attempt(replace(search.rule, dice=dice))
-    search.lower_limits()
-    return search.best
-
-
 class _Search:
-    """The best rule so far, and how much may still be tried."""
+    """Tries rules and keeps the best one and what came of it."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, active: int) -> None:
+        stages = graph.num_stages
         self.graph = graph
+        self.active = active
         self.bound = graph.bound() * (1 + 1e-9)
         self.runs = max(LEAST_RULES, NODE_BUDGET // max(1, len(graph.stages)))
         self.tried: set[Rule] = set()
         self.best = Outcome([], [], math.inf, [])
         self.rule = Rule(())
+        # What the fields of a rule are chosen from.
+        split, chunked = graph.split_weights, graph.chunks > 1
+        self.needed = tuple(min(active, limit) for limit in graph.needed_limits())
+        even = {min(active, max(1, n)) for n in (stages // 2, stages - 1, stages, stages + 1, 3 * stages // 2)}
+        limits = {tuple(min(active, limit + extra) for limit in self.needed) for extra in (0, 1, 2, stages, active)}
+        self.limits = sorted(limits | {(n,) * stages for n in even}, key=lambda value: (max(value), sum(value), value))
+        self.windows = [1, 2, max(1, stages // 2), stages, graph.num_microbatches] if chunked else [1]
+        self.patiences = [0.0, 0.25, 0.5, 0.75, 1.0] if split else [0.0]
+        self.aheads = [(), self.needed, tuple(limit + 1 for limit in self.needed)] if split else [()]
+        self.turns = [False, True]
+
+    def run(self) -> Outcome:
+        """First likely rules, then one field of the best varied at a time, then, as far as NODE_BUDGET allows, all
+        combinations and the dice; a schedule that reaches the bound ends this. Last, limits are lowered as long as that
+        costs no time."""
+        for rule in self.likely():
+            self.attempt(rule)
+        for _ in range(2):
+            for limits in self.limits:
+                self.attempt(replace(self.rule, limits=limits))
+            for window, turn in product(self.windows, self.turns):
+                self.attempt(replace(self.rule, window=window, alternate=turn))
+            for debts, ahead, turn in product(self.debts(self.rule.limits), self.aheads, self.turns):
+                self.attempt(replace(self.rule, ahead=ahead, debts=debts, alternate=turn))
+            for patience, turn in product(self.patiences, self.turns):
+                self.attempt(replace(self.rule, patience=patience, alternate=turn))
+        for limits in reversed(self.limits):
+            for rule in self.with_limits(limits):
+                self.attempt(rule)
+        for dice in range(1, 400):
+            self.attempt(replace(self.rule, dice=dice))
+        self.lower_limits()
+        return self.best
+
+    def likely(self) -> Iterator[Rule]:
+        """Rules that reach the bound for the usual placements, in ascending memory."""
+        stages = self.graph.num_stages
+        window = stages if self.graph.chunks > 1 else 1
+        yield Rule(self.needed, window)  # 1F1B
+        even = (min(self.active, stages),) * stages
+        for patience, turn in product(self.patiences[:2], self.turns):  # ZB-H1
+            yield Rule(even, window, patience, self.aheads[len(self.aheads) // 2], alternate=turn)
+        for turn in self.turns:
+            yield Rule((self.active,) * stages, window, alternate=turn)
+
+    def debts(self, limits: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """How many weight gradients a stage may owe: any number, what the limit leaves beyond need, or almost it."""
+        if not self.graph.split_weights:
+            return [()]
+        spare = tuple(max(0, self.graph.chunks * (limit - need)) for limit, need in zip(limits, self.needed))
+        return [(), spare, tuple(limit - 1 for limit in limits)]
+
+    def with_limits(self, limits: tuple[int, ...]) -> Iterator[Rule]:
+        """All combinations of the other fields."""
+        for window, turn, patience in product(self.windows, self.turns, self.patiences):
+            for debts, ahead in product(self.debts(limits), self.aheads):
+                yield Rule(limits, window, patience, ahead, debts, turn)
 
     def attempt(self, rule: Rule) -> None:
         """Keep `rule` if it is the best, unless nothing can be better or too much was tried already."""
         if self.best.step_time > self.bound and len(self.tried) < self.runs:
-            self._run(rule)
+            self.improves(rule)
 
-    def _run(self, rule: Rule) -> bool:
+    def improves(self, rule: Rule) -> bool:
+        """Whether `rule` is better than the best so far; it then is the best."""
         if rule in self.tried:
             return False
         self.tried.add(rule)
@@ -207,18 +222,19 @@ class _Search:
         return True
 
     def lower_limits(self) -> None:
-        """Find fewer microbatches in flight for the same step time: first the same cap for all stages, then each."""
-        while max(self.best.in_flight) > 1:
-            cap = max(self.best.in_flight) - 1
-            if not self._run(replace(self.rule, limits=tuple(min(limit, cap) for limit in self.rule.limits))):
-                break
+        """Find fewer microbatches in flight for the same step time: first a lower cap for all stages, then each."""
+        while (cap := max(self.best.in_flight) - 1) > 0:
+            limits = tuple(min(limit, cap) for limit in self.rule.limits)
+            if not self.improves(replace(self.rule, limits=limits)):
+                others = islice(self.with_limits(limits), max(0, self.runs - len(self.tried)))
+                if not any(self.improves(rule) for rule in others):
+                    break
         if len(self.graph.stages) * self.graph.num_stages > NODE_BUDGET:
             return
         for stage in range(self.graph.num_stages):
-            while self.best.in_flight[stage] > 1:
-                limits = list(self.rule.limits)
-                limits[stage] = self.best.in_flight[stage] - 1
-                if not self._run(replace(self.rule, limits=tuple(limits))):
+            while (cap := self.best.in_flight[stage] - 1) > 0:
+                limits = (*self.rule.limits[:stage], cap, *self.rule.limits[stage + 1 :])
+                if not self.improves(replace(self.rule, limits=limits)):
                     break
 
 
