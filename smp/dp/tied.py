@@ -54,7 +54,8 @@ def tied_groups(rt: Runtime, stages: StageMap) -> dict[int, TiedGroup]:
             source = rt.topology.rank_at(rdp=0, pp=holders[0], tp=tps[0])
             counts = rt.pp_rank == holders[0]
             found[id(parameter)] = TiedGroup(group, group.ranks.index(source), counts)
-            setattr(parameter, _COPY, not counts)
+            if not counts:
+                setattr(parameter, _COPY, True)
     return found
 
 

@@ -238,11 +238,11 @@ class Unit:
 def sharing_groups(root: nn.Module, replicable: Collection[int] = ()) -> list[set[str]]:
     """Names of modules that have to live on one stage because they share a parameter, or use a common one, that is not
     `replicable`."""
-    sharing: dict[int, list[str]] = {}
+    sharing: dict[tuple[int, int], list[str]] = {}
     for name, module in root.named_modules(remove_duplicate=False):
         for parameter in [*module.parameters(recurse=False), *used_parameters(module)]:
-            if id(parameter) not in replicable:
-                sharing.setdefault(id(parameter), []).append(name)
+            alone = id(module) if id(parameter) in replicable else 0  # but all names of one module
+            sharing.setdefault((id(parameter), alone), []).append(name)
     return _joined(sharing.values())
 
 
@@ -437,9 +437,10 @@ def _settle(root: nn.Module, placed: dict[str, int]) -> Assignment:
     """From the stages of parameters to those of modules: one whose parameters all lie on one stage lives there."""
     modules: dict[str, int | None] = {}
     own: dict[str, int] = {}
+    aliases = {id(module): name for name, module in root.named_modules()}  # of one with several names, the first
 
     def visit(name: str, module: nn.Module, inherited: int) -> set[int]:
-        stage = placed.get(name, inherited)
+        stage = placed.get(name, placed.get(aliases[id(module)], inherited))
         found = {stage} if _holds(module) else set()
         for child_name, child in module.named_children():
             found |= visit(join(name, child_name), child, stage)
@@ -452,8 +453,6 @@ def _settle(root: nn.Module, placed: dict[str, int]) -> Assignment:
         parent = name.rpartition(".")[0]
         if name and modules.get(parent) is not None:
             modules[name] = modules[parent]
-    # a module reached under several names
-    aliases = {id(module): name for name, module in root.named_modules()}
     for name, module in root.named_modules(remove_duplicate=False):
         first = aliases[id(module)]
         modules.setdefault(name, modules.get(first))

@@ -51,6 +51,7 @@ class StageMap:
         self.holders: dict[str, tuple[int, ...]] = {}  # name of parameter -> the stages that have its memory
         self._owner: dict[int, int] = {}  # id of parameter or adopted buffer -> stage
         self._holders = self._find_holders(own_stage)  # id of parameter -> stages, ascending
+        self._tied: list[tuple[str, nn.Parameter, tuple[int, ...]]] | None = None
         self._tied_versions: list[tuple[str, nn.Parameter, int]] = []
         self._stride: dict[int, tuple[int, ...]] = {}  # as it was before another stage's memory was given back
         self._keep: list[torch.Tensor] = []
@@ -78,7 +79,7 @@ class StageMap:
 
     def _find_holders(self, own_stage: dict[str, int]) -> dict[int, tuple[int, ...]]:
         found: dict[int, set[int]] = {}
-        for prefix, module in self.root.named_modules(remove_duplicate=False):
+        for prefix, module in self.root.named_modules():  # one with several names lives where the first name says
             own = [parameter for parameter in module._parameters.values() if parameter is not None]
             used = used_parameters(module) if self.assignment.get(prefix) is not None else []
             for parameter in [*own, *used]:
@@ -104,8 +105,10 @@ class StageMap:
 
     def tied_parameters(self) -> list[tuple[str, nn.Parameter, tuple[int, ...]]]:
         """Name, parameter and holders of those that more than one stage has, in the order of the module tree."""
-        named = ((name, p, self._holders[id(p)]) for name, p in self.root.named_parameters())
-        return [(name, parameter, holders) for name, parameter, holders in named if len(holders) > 1]
+        if self._tied is None:
+            named = ((name, p, self._holders[id(p)]) for name, p in self.root.named_parameters())
+            self._tied = [(name, parameter, holders) for name, parameter, holders in named if len(holders) > 1]
+        return self._tied
 
     def stride_of(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """The stride that the tensor has on its owner."""

@@ -5,6 +5,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from tests.parity.compare import (
     sgd,
     smp_run,
 )
+from tests.parity.models import MODELS
 from tests.parity.zoo import VOCABULARY, WIDTH, ZOO, Block, Case, Tied, tokens
 from tests.stateful import shared_directory
 
@@ -92,9 +94,9 @@ def tied(model: Any) -> list[tuple[str, nn.Parameter, tuple[int, ...]]]:
     return found
 
 
-def assert_equal_copies(model: Any, expected: int = 1) -> None:
+def assert_equal_copies(model: Any, expected: int | None = 1) -> None:
     """Weight, gradient and optimizer state of tied parameters are the same bits on all ranks that hold them."""
-    assert len(tied(model)) == expected
+    assert len(tied(model)) == expected or (expected is None and tied(model))
     optimizer = runtime.get().optimizer
     for name, parameter, holders in tied(model):
         mine = None
@@ -114,7 +116,7 @@ def check_apart(
     case: Case = APART,
     optimizer: Optimizer = adam,
     prepare: Callable[[nn.Module], None] = lambda module: None,
-    expected: int = 1,
+    expected: int | None = 1,
 ) -> None:
     """Both runs, their comparison, and that the copies are equal."""
     runtime.reset()
@@ -176,14 +178,36 @@ def test_kept_together_when_told_so():
     check_apart(Setup(pp=2, microbatches=2, rows=3, auto=True), optimizer=sgd, expected=1)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
+@on_ranks(4, timeout=180)
+def test_models_of_transformers_with_the_head_on_its_own_stage(name):
+    """Two replicas of two stages with the automatic partition, and four stages with table and head placed by hand."""
+    case = MODELS[name]
+    table, head = {
+        "gpt2": ("transformer.wte", "lm_head"),
+        "bert": ("bert.embeddings.word_embeddings", "cls.predictions.decoder"),
+        "t5": ("shared", "lm_head"),
+    }[name]
+    config = {"replicate_tied": True}
+    check_apart(Setup(pp=2, microbatches=2, auto=True, dtype=DOUBLE, config=config), case, expected=None)
+    places = [(table, 0.0), *((path, part) for path, part in case.places if path not in (table, head, "cls"))]
+    check_apart(Setup(pp=4, microbatches=2), replace(case, places=[*places, (head, 0.9)]), sgd, expected=None)
+
+
 # -- passes ------------------------------------------------------------------------------------------------------------
 
 
-def start(case: Case = APART, config: dict[str, Any] | None = None, seed: int = 0, **options: Any) -> tuple[Any, Any]:
-    """Model and optimizer in double precision, head and table on two stages."""
+def start(
+    case: Case = APART,
+    config: dict[str, Any] | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = DOUBLE,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Model and optimizer, head and table on two stages."""
     runtime.reset()
     smp.init({**TWO_STAGES, **(config or {})})
-    module = build(case, DOUBLE, seed)
+    module = build(case, dtype, seed)
     for path, stage in case.stages(smp.pp_size()).items():
         smp.set_partition(module.get_submodule(path), stage)
     model = smp.DistributedModel(module, **options)
@@ -211,12 +235,12 @@ def stepper(model: Any) -> Callable[[int], Tensor]:
     return run
 
 
-def plain_gradient(numbers: list[int], case: Case = APART) -> Tensor:
+def plain_gradient(numbers: list[int]) -> Tensor:
     """The summed gradient of the tied weight after plain backwards over the job's batches of these numbers."""
-    module = build(case, DOUBLE)
+    module = build(APART, DOUBLE)
     for number in numbers:
-        module(**job_batch(case, 2 * smp.dp_size(), number, DOUBLE)).backward()
-    gradient = next(module.parameters()).grad if case is THREE else module.get_parameter("embedding.weight").grad
+        module(**job_batch(APART, 2 * smp.dp_size(), number, DOUBLE)).backward()
+    gradient = module.get_parameter("embedding.weight").grad
     assert gradient is not None
     return gradient
 
@@ -294,6 +318,47 @@ def test_a_holder_without_a_gradient():
             plain.step()
         assert_close(tied(model)[0][1].detach(), module.embedding.weight.detach(), 1e-9, "weight")
         assert_equal_copies(model)
+    runtime.reset()
+
+
+@on_ranks(4)
+def test_a_replica_that_runs_out_of_batches():
+    """join: its stages still take part in the sums over replicas and stages."""
+    model, optimizer = start()
+    train = stepper(model)
+    module = build(APART, DOUBLE)
+    plain = adam(module.parameters())
+    counts = (1, 3)
+    with model.join():
+        for number in range(counts[smp.rdp_rank()]):
+            optimizer.zero_grad()
+            train(number)
+            optimizer.step()
+    for number in range(3):
+        plain.zero_grad()
+        for replica in range(2):
+            if number < counts[replica]:
+                part = rows_of(job_batch(APART, 4, number, DOUBLE), 2 * replica, 2 * replica + 2)
+                (module(**part) / 2).backward()
+        plain.step()
+    assert_close(tied(model)[0][1].detach(), module.embedding.weight.detach(), 1e-9, "weight")
+    held = smp.allgather(tied(model)[0][1].detach(), smp.WORLD)
+    assert all(torch.equal(weight, held[0]) for weight in held)
+    runtime.reset()
+
+
+@on_ranks(2)
+def test_half_precision_frozen_and_thawed():
+    """Gradients in bfloat16, summed in float32, are the same bits; a weight may be frozen for a while."""
+    for options in ({}, {"gradient_as_bucket_view": True}):
+        model, optimizer = start(THREE, dtype=torch.bfloat16, **options)
+        for trains in (True, False, True):
+            model.module.source.weight.requires_grad_(trains)
+            optimizer.zero_grad()
+            one_step(model)(torch.arange(10).view(2, 5))
+            assert (tied_gradient(model) is not None) == trains
+            optimizer.step()
+            assert_equal_copies(model)
     runtime.reset()
 
 

@@ -1,0 +1,183 @@
+"""Which tied weights live on several stages, and what that means for a stage: pure rules, without processes."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import smp
+from smp import StepError
+from smp.pp.partition import assign, placed_by_hand
+from smp.pp.stages import StageMap
+from smp.pp.tied import obstacle, owner_of_call, refuse_write, replicable, shared_parameters, should_replicate
+
+
+class Language(nn.Module):
+    """Table, body, head; the head's weight is the table."""
+
+    def __init__(self, **options) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4, **options)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.table.weight
+
+
+def pin(module, stage):
+    module.__dict__["_smp_pinned_to_stage"] = stage
+
+
+def chosen(model, policy, costs=None, microbatches=1, auto=True):
+    return replicable(model, policy, placed_by_hand(model, auto), costs, microbatches)
+
+
+def cost(output_bytes):
+    return SimpleNamespace(output_bytes=output_bytes)
+
+
+def test_the_exchange_is_weighed_against_the_moves():
+    """The gradient is summed once for a step, the hidden state moves there and back for every microbatch."""
+    assert should_replicate(100, 60, 2)
+    assert not should_replicate(100, 50, 2)
+    assert not should_replicate(100, 60, 1)
+    assert should_replicate(100, 60, 1, saved_seconds=1.0, bandwidth=200)
+    assert not should_replicate(100, 60, 1, saved_seconds=0.1, bandwidth=200)
+
+
+def test_policies():
+    """False keeps together, True does not; "auto" asks hands, then costs."""
+    model = Language()
+    weight = {id(model.table.weight)}
+    assert chosen(model, False) == chosen(model, "auto") == set()
+    assert chosen(model, True) == weight
+    nbytes = model.table.weight.nbytes
+    costs = {"table": cost(nbytes // 2), "head": cost(10 * nbytes)}
+    assert chosen(model, "auto", costs, 1) == set()
+    assert chosen(model, "auto", costs, 4) == weight
+    pin(model.head, 1)
+    assert chosen(model, "auto") == set()  # the table follows the pin
+    pin(model.table, 0)
+    assert chosen(model, "auto") == weight
+    assert chosen(model, False) == set()
+    pin(model.table, 1)
+    assert chosen(model, "auto") == set()
+
+
+def test_the_partition_takes_users_apart_only_when_allowed():
+    """The pins of both hold then, and the automatic partition places each as if it were alone."""
+    model = Language()
+    pin(model.table, 0)
+    pin(model.head, 2)
+    apart = chosen(model, "auto")
+    for auto in (True, False):
+        got = assign(model, 3, auto, 0, None, replicable=apart)
+        assert (got.modules["table"], got.modules["head"]) == (0, 2)
+        got = assign(model, 3, auto, 0, None)
+        assert got.modules["table"] == got.modules["head"]
+    free = Language()
+    got = assign(free, 2, True, 0, None, replicable=chosen(free, True))
+    assert (got.modules["table"], got.modules["head"]) == (0, 1)
+
+
+def test_all_names_of_one_module_stay_together():
+    """T5's table is one module under three names: it is called on one stage, whatever its weight is."""
+    model = nn.Module()
+    model.shared = nn.Embedding(10, 4)
+    model.encoder, model.decoder = nn.Module(), nn.Module()
+    for part in (model.encoder, model.decoder):
+        part.table, part.layer = model.shared, nn.Linear(4, 4)
+    model.head = nn.Linear(4, 10, bias=False)
+    model.head.weight = model.shared.weight
+    pin(model.shared, 0)
+    pin(model.encoder, 0)
+    pin(model.decoder, 1)
+    pin(model.head, 2)
+    for auto in (True, False):
+        got = assign(model, 3, auto, 0, None, replicable=chosen(model, True))
+        stages = StageMap(model, got.modules, got.own, 0)
+        assert got.modules["shared"] == 0
+        assert [holders for _, _, holders in stages.tied_parameters()] == [(0, 2)]
+
+
+def test_what_cannot_be_kept_equal_is_kept_together_with_a_reason():
+    """A table that renormalises itself, and one with sparse gradients."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    smp.log.get_logger().addHandler(handler)
+    try:
+        for options, word in (({"max_norm": 1.0}, "max_norm"), ({"sparse": True}, "sparse gradients")):
+            model = Language(**options)
+            assert word in obstacle(shared_parameters(model)[0])
+            assert chosen(model, True) == set()
+            assert "'table' and 'head'" in lines[-1] and word in lines[-1]
+        assert len(lines) == 2
+        assert chosen(Language(max_norm=1.0), "auto") == set() and len(lines) == 2
+    finally:
+        smp.log.get_logger().removeHandler(handler)
+
+
+def stage_map(model, rank, head=1, **more):
+    names = {name: 0 for name, _ in model.named_modules()} | {"": None, "head": head}
+    return StageMap(model, names | more, dict.fromkeys(names, 0), rank)
+
+
+def test_holders_keep_their_memory_and_the_first_one_counts():
+    """Both names of the weight are on both stages, everything else where it was."""
+    for rank in range(3):
+        model = Language()
+        stages = stage_map(model, rank)
+        assert stages.holders["table.weight"] == stages.holders["head.weight"] == (0, 1)
+        assert stages.stage_of["head.weight"] == stages.owner_of(model.head.weight) == 0
+        assert stages.is_local("head.weight") == stages.is_local("table.weight") == (rank < 2)
+        before = model.table.weight.detach().clone()
+        stages.free_others()
+        assert torch.equal(model.head.weight, before) == (rank < 2)
+        assert model.body[0].weight.isnan().all() == (rank != 0)
+
+
+def test_a_registered_user_holds_the_parameter():
+    """smp.register_parameter: the stage of a module that reads a weight without having it."""
+    model = Language()
+    model.head = nn.Tanh()
+    smp.register_parameter(model.head, model.table.weight)
+    assert stage_map(model, 0, head=2).holders == {
+        "table.weight": (0, 2),
+        **{f"body.{i}.{name}": (0,) for i in range(2) for name in ("weight", "bias")},
+    }
+
+
+def test_a_write_inside_the_step_is_noticed():
+    """Only the stage that did it would have the new value."""
+    model = Language()
+    stages = stage_map(model, 1)
+    stages.begin_step()
+    stages.check_tied()
+    stages.begin_step()
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+    with pytest.raises(StepError, match=r"'table.weight' was changed in place inside the step, on stage 1 only"):
+        stages.check_tied()
+    refuse_write((1,), "here")
+    with pytest.raises(StepError, match=r"^here changes a weight in place that the stages \[0, 1\] hold"):
+        refuse_write((0, 1), "here")
+
+
+def test_glue_code_reads_a_tied_weight_where_the_other_operand_lives():
+    """The head of a model that writes it as F.linear(hidden, table.weight) needs no trip to the table's stage."""
+
+    def value(owner, numel, order, parameter=None):
+        return SimpleNamespace(owner=owner, numel=numel, order=order, parameter=parameter)
+
+    def holders_of(parameter):
+        return {"tied": (0, 2), "own": (1,)}.get(parameter, ())
+
+    weight, own = value(0, 100, 3, "tied"), value(1, 50, 4, "own")
+    assert owner_of_call([value(2, 9, 1), weight], holders_of) == 2
+    assert owner_of_call([value(1, 9, 1), weight], holders_of) == 0
+    assert owner_of_call([weight], holders_of) == 0
+    assert owner_of_call([value(2, 9, 1), weight, own], holders_of) == 0
+    assert owner_of_call([value(1, 200, 1), weight], holders_of) == 1
+    assert owner_of_call([value(2, 50, 5), own], holders_of) == 2
