@@ -153,7 +153,8 @@ def recorded_arguments(module: nn.Module) -> Arguments | None:
 def register_parameter(module: nn.Module, param: nn.Parameter) -> None:
     """Says that `module` uses a parameter that another module owns, other than by having it as an attribute.
 
-    Both modules then live on one pipeline stage, and the owner is not split over the tensor-parallel group.
+    Both modules then live on one pipeline stage, or each on its own with the parameter on both (`replicate_tied`), and
+    the owner is not split over the tensor-parallel group.
 
     Raises:
         UsageError: an argument has the wrong type.
