@@ -125,6 +125,18 @@ class DistributedModel(ModelViews):
         if rt.topology.pp_size == 1:
             self._partition(None)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """What `isinstance` asks besides the type: the wrapper is also what it wraps, unless that is torch's own class.
+
+        Clients look for a `PreTrainedModel`; torch's containers have methods that attributes cannot stand in for.
+        """
+        wrapped = type(self.__dict__.get("_modules", {}).get("module"))
+        return DistributedModel if wrapped.__module__.split(".")[0] in ("torch", "builtins") else wrapped
+
+    def _get_name(self) -> str:
+        return "DistributedModel"
+
     # -- calling -------------------------------------------------------------------------------------------------------
 
     def _wrap_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:

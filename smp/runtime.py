@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smp import bootstrap, log
+from smp import bootstrap, cpu_trainer, log
 from smp.bootstrap import World
 from smp.comm.gloo import GlooTransport
 from smp.comm.mpi import MpiTransport
@@ -104,6 +104,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         CommError: on every rank: `ddp_port` is taken.
     """
     global _runtime
+    cpu_trainer.prepare(_dealing)
     if _runtime is not None and config is None:
         return
     world, monitor = _start_world()
@@ -120,6 +121,16 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     log.info_rank0("%s", resolved.describe())
     for text in resolved.warnings():
         log.warn_rank0("%s", text)
+
+
+def _dealing() -> cpu_trainer.Dealing | None:
+    """How a client's data loader deals batches; None where it finds out rightly by itself."""
+    rt = _runtime
+    if rt is None or rt.device.type != "cpu":
+        return None
+    ranks = rt.group(CommGroup.RDP_GROUP if rt.config.prescaled_batch else CommGroup.DP_GROUP).ranks
+    everybody = len(ranks) == rt.world.size
+    return cpu_trainer.Dealing(rt.device, ranks.index(rt.world.rank), len(ranks), rt.world.local_rank, everybody)
 
 
 def _resolve(config: Mapping[str, Any] | None, world_size: int) -> tuple[Config | None, ConfigError | None]:

@@ -9,7 +9,7 @@ import smp
 # counts. Modules of one entry may import each other as long as no circle arises.
 LAYERS = """
     errors log coming topology config
-    bootstrap failures groups
+    bootstrap failures groups cpu_trainer
     comm.transport comm.mpi comm.gloo comm.pairs
     runtime state_mod
     rng nested
