@@ -33,7 +33,8 @@ class _Stage(nn.Module):
         self.embedding = model.embedding if first == 0 else None
         self.blocks = nn.ModuleList(list(model.blocks)[first:last])
         is_end = last == len(model.blocks)
-        self.norm, self.head = (model.norm, model.head) if is_end else (None, None)
+        self.norm = model.norm if is_end else None
+        self.head = model.head if is_end else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Text or hidden states -> hidden states or logits."""

@@ -93,13 +93,20 @@ class World:
             commands = [
                 (worker, {**common, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(count)
             ]
-        return [
-            subprocess.Popen(
-                *[command], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT,
-                start_new_session=True,
+        jobs = []
+        for command, environment in commands:
+            jobs.append(
+                subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
             )
-            for command, env in commands
-        ]  # fmt: skip
+        return jobs
 
     def _greet(self, listener: Listener) -> list[Connection]:
         listener._listener._socket.settimeout(0.5)  # type: ignore[attr-defined]
@@ -132,9 +139,9 @@ class World:
         deadline = time.monotonic() + timeout
         while len(answers) < len(self._connections):
             waiting = [connection for connection in self._connections if connection not in answers]
-            ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+            ready = [c for c in waiting if c in wait(waiting, max(0.0, deadline - time.monotonic()))]
             try:
-                answers |= {connection: connection.recv() for connection in ready}  # type: ignore[union-attr, misc]
+                answers |= {connection: connection.recv() for connection in ready}
             except (EOFError, OSError):
                 ready = []
             if not ready:
