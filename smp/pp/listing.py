@@ -15,13 +15,16 @@ it needs no slot. It is next among its kind and number, which run in ascending o
 for k's W actions, which wait for their B alone.
 
 With `forwards_first`, backwards of a window of microbatches are held back until the forwards that lead its programs
-(those before the first backward) have all run on that stage. The lowest microbatch with such a forward left is not held
-back by that: nothing before a leading forward is a backward, and the whole window is admitted, for the limit is the
-window. Once none is left, nothing of the window is held back, and the proof above holds again.
+(those before the first backward) have all run on that stage; but only where every program comes to every stage first
+with a leading forward, and no forward that leads follows, in its number's order, one that does not. Let k be the lowest
+microbatch of the lowest window with such a forward left, and take the first one that has not run, on stage s. Nothing
+before it is a backward, so it is ready. Lower microbatches of the window have run theirs, so those that visit s are
+admitted there, and k is next in line, also for this number; the limit is the window, so it is admitted. Once none is
+left, nothing of the window is held back, and the proof above holds again.
 
 `ahead` changes nothing: below k none has a forward or backward left. Where W alone fill a stage, they run.
 
-A rule that waits (`patience`) waits only for something that is under way.
+A rule that waits (`patience`, `dice`) waits only for something that is under way.
 """
 
 import heapq
@@ -199,6 +202,13 @@ class Graph:
         self.lead.append(False)
         self.left[stage][k] += 1
 
+    def leads_alike(self) -> bool:
+        """Whether backwards may be held back until the leading forwards of a window have run (see above)."""
+        return all(
+            (self.lead[i] or not self.first[i]) and (self.lead[i] or later < 0 or not self.lead[later])
+            for i, later in enumerate(self.after)
+        )
+
     def actions(self, outcome: Outcome) -> list[list[Action]]:
         """The action lists of `outcome`, one per stage."""
         kinds = list(_CODES)
@@ -298,7 +308,7 @@ class _Execution:
         self.dice = random.Random(rule.dice) if rule.dice else None
         self.size = rule.limits[0]
         self.leading: dict[tuple[int, int], int] = {}  # (stage, window) -> leading forwards that have not run
-        if rule.forwards_first:
+        if rule.forwards_first and graph.leads_alike():
             for i, lead in enumerate(graph.lead):
                 if lead:
                     key = (graph.stages[i], graph.microbatches[i] // self.size)

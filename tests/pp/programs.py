@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from smp.pp.schedule import Action, ActionKind
 from smp.pp.simulate import Message, ProgramCost, Segment
@@ -78,6 +79,20 @@ def random_program(rng: random.Random, num_stages: int) -> ProgramCost:
         kinds += [BACKWARD] * count
         stages += stages[::-1]
     return _with_messages(rng, stages, kinds, needs)
+
+
+def joined(first: ProgramCost, second: ProgramCost) -> ProgramCost:
+    """One program after the other in the same microbatch: forwards that come after a backward."""
+    shift = len(first.messages)
+    moved = [
+        replace(
+            segment,
+            waits=tuple(message + shift for message in segment.waits),
+            sends=tuple((message + shift, offset) for message, offset in segment.sends),
+        )
+        for segment in second.segments
+    ]
+    return ProgramCost((*first.segments, *moved), first.messages + second.messages)
 
 
 def _with_messages(
