@@ -204,20 +204,20 @@ def _check_covers(where: str, module: nn.Module, assignment: Assignment, num_sta
 
 
 def _costs_to_json(costs: Costs) -> dict[str, Any]:
-    content = asdict(costs)
-    return content | {"whole": sorted(costs.whole)}
+    return asdict(costs) | {"whole": sorted(costs.whole), "recomputed": sorted(costs.recomputed)}
 
 
 def _costs_from_json(content: dict[str, Any]) -> Costs:
     return Costs(
-        tuple(content["order"]),
-        {name: ModuleCost(**cost) for name, cost in content["own"].items()},
-        {name: ModuleCost(**cost) for name, cost in content["charged"].items()},
-        content["near"],
-        frozenset(content["whole"]),
-        content["opaque"],
-        {name: tuple(map(tuple, shapes)) for name, shapes in content["shapes"].items()},
-        content["measured"],
+        order=tuple(content["order"]),
+        own={name: ModuleCost(**cost) for name, cost in content["own"].items()},
+        charged={name: ModuleCost(**cost) for name, cost in content["charged"].items()},
+        near=content["near"],
+        whole=frozenset(content["whole"]),
+        opaque=content["opaque"],
+        recomputed=frozenset(content["recomputed"]),
+        shapes={name: tuple(map(tuple, shapes)) for name, shapes in content["shapes"].items()},
+        measured=content["measured"],
     )
 
 

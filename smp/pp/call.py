@@ -67,7 +67,8 @@ class Call:
 
     def estimate(self, costs: Costs | None) -> "Estimate":
         """Nominal seconds of this call, the same on every rank: of a module from the trace, else from its operands."""
-        known = None if costs is None else costs.get(getattr(self.key, "name", ""))
+        name = getattr(self.key, "name", None)  # of a module; functions of glue code have none
+        known = None if costs is None or name is None else costs.get(name)
         if known is not None and known.calls:
             n = known.calls
             return Estimate(known.forward / n + CALL, known.backward / n + CALL, known.weight / n)

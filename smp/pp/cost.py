@@ -69,6 +69,7 @@ class Costs(Mapping[str, ModuleCost]):
         whole: modules that must not be taken apart: they read the parameters of their children themselves, or could
             not be looked into.
         opaque: those of `whole` that could not be looked into, with the reason.
+        recomputed: modules whose activations are recomputed in the backward.
         shapes: shapes of the tensors that the first call of a module returned.
         measured: whether seconds were measured, not computed.
     """
@@ -79,6 +80,7 @@ class Costs(Mapping[str, ModuleCost]):
     near: dict[str, str] = field(default_factory=dict)
     whole: frozenset[str] = frozenset()
     opaque: dict[str, str] = field(default_factory=dict)
+    recomputed: frozenset[str] = frozenset()
     shapes: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     measured: bool = False
 

@@ -274,8 +274,12 @@ def units_of(
     pins = {name: _inherited_pin(name, modules) for name in holders}
     together += _with_what_runs_next(holders, modules, pins, costs)
     place = {name: i for i, name in enumerate(holders)}
-    groups = sorted((sorted(group, key=place.__getitem__) for group in _joined(together)), key=lambda g: place[g[0]])
     loads = _loads(holders, modules, num_stages, costs, memory_weight, replicable)
+    for outer in costs.recomputed if costs is not None else ():
+        inside = [name for name in holders if is_inside(name, outer)]
+        if sum(loads[name] for name in inside) <= 1 / num_stages:  # torn, it would keep all of its activations
+            together.append(inside)
+    groups = sorted((sorted(group, key=place.__getitem__) for group in _joined(together)), key=lambda g: place[g[0]])
     return [
         Unit(group, sum(loads[name] for name in group), next((pins[n] for n in group if pins[n] is not None), None))
         for group in groups

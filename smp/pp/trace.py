@@ -120,7 +120,7 @@ def _run(
         with torch.set_grad_enabled(with_grad), saving, checkpoint_replaced(ledger.checkpoint), Meter(ledger):
             output = twin(*fake_args, **fake_kwargs)
         ledger.finish(output)
-    return _settled(ledger, list(module.named_modules()), with_grad)
+    return replace(_settled(ledger, list(module.named_modules()), with_grad), recomputed=frozenset(names))
 
 
 def _metered(ledger: Ledger, name: str, module: nn.Module) -> Callable[..., Any]:
@@ -168,7 +168,7 @@ def _settled(ledger: Ledger, modules: list[tuple[str, nn.Module]], with_grad: bo
     order = [name for name in ledger.order if not any(above in opaque for above in ancestors(name))]
     known = {name for name, _ in modules}
     near = {name: leaf for name, leaf in ledger.near.items() if name in known}
-    return Costs(tuple(order), own, charged, near, frozenset(whole), opaque, ledger.shapes)
+    return Costs(tuple(order), own, charged, near, frozenset(whole), opaque, shapes=ledger.shapes)
 
 
 def _as_if_trained(cost: ModuleCost) -> ModuleCost:

@@ -316,6 +316,16 @@ def test_a_module_that_reads_its_childrens_weights_is_never_torn():
     assert None not in [got.modules[name] for name in ("0", "1", "2")]
 
 
+def test_a_checkpointed_module_is_not_torn_while_it_fits_on_a_stage():
+    """Only a module on one stage can be recomputed as a whole: torn, it keeps everything that was to be given up."""
+    tree = Tree(blocks=nn.ModuleList([Tree(a=linear(50), b=linear(50)) for _ in range(3)]))
+    got = assign(tree, 2, True, 0, Costs(("",), {}, {}))
+    assert [got.modules[f"blocks.{i}"] for i in range(3)] == [0, None, 1]
+    costs = Costs(("",), {}, {}, recomputed=frozenset({"blocks.0", "blocks.1", "blocks.2", "blocks", ""}))
+    got = assign(tree, 2, True, 0, costs)
+    assert None not in [got.modules[f"blocks.{i}"] for i in range(3)]
+
+
 def gpt(vocabulary, layers=8, width=64, length=32):
     """Plain modules in the proportions of a GPT: a lookup, equal layers, a head over the vocabulary."""
 
