@@ -12,7 +12,9 @@ import smp
 from smp import activation, runtime
 from smp.bootstrap import HostCopies
 from smp.offload import Offload
-from tests.pp.reference import WIDTH, linear
+from smp.pp.placed import current
+from tests.harness import on_ranks
+from tests.pp.reference import WIDTH, Net, linear, start
 
 DEPTH = 6
 
@@ -136,6 +138,47 @@ def test_what_a_checkpoint_keeps_leaves_the_device(offloaded: bool) -> None:
     out = wrapped(x)
     assert [ref.expired() for ref in made] == [offloaded] * (DEPTH - 1) + [False]
     out.sum().backward()
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+@on_ranks(2)
+def test_a_parked_microbatch_of_a_pipeline(offloaded: bool) -> None:
+    """Stage 0 runs several forwards ahead: what its modules return in glue must not stay because of the engine."""
+    start(2, microbatches=3, auto_partition=False, default_partition=0, offload_activations=offloaded)
+    net = Net(in_turn, blocks=nn.ModuleList([nn.Sequential(linear(seed=k), nn.Tanh()) for k in range(2 * DEPTH)]))
+    made: dict[int, list[StorageWeakRef]] = {}
+    parked: list[bool] = []
+
+    def note(module: nn.Module, args: Any, out: Tensor) -> None:
+        assert current.program is not None
+        k = current.program.index
+        if k and not parked:
+            parked.extend(ref.expired() for ref in made[0])
+        made.setdefault(k, []).append(StorageWeakRef(out.untyped_storage()))
+
+    for k, block in enumerate(net.blocks):
+        smp.set_activation_checkpointing(block, strategy="contiguous")
+        block.register_forward_hook(note)
+        smp.set_partition(block, k // DEPTH)
+    wrapped = smp.DistributedModel(net)
+
+    @smp.step
+    def train(x: Tensor) -> None:
+        wrapped.backward(wrapped(x).sum())
+
+    for _ in range(3):
+        made.clear()
+        parked.clear()
+        train(torch.randn(6, WIDTH))
+    if smp.pp_rank() == 0:
+        # The last one is on its way to stage 1.
+        assert len(parked) == DEPTH and parked[:-1] == [offloaded] * (DEPTH - 1)
+
+
+def in_turn(net: Any, x: Tensor) -> Tensor:
+    for block in net.blocks:
+        x = block(x)
+    return x
 
 
 def test_the_horizon_is_that_of_the_configuration() -> None:

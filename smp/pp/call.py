@@ -159,6 +159,7 @@ def _as_input(value: Value, shielded: bool, run: Run | None) -> torch.Tensor:
     if not torch.is_grad_enabled():
         return value.local.detach()
     tensor = value.graph if value.graph is not None and value.run is run else value.local
+    value.is_leaf |= tensor is value.local
     return _Identity.apply(tensor) if shielded else tensor
 
 

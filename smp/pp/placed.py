@@ -6,6 +6,7 @@ operation gives its `Placed` a new `Value`, as autograd gives a tensor a new his
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,7 @@ class Value:
     __slots__ = (
         "owner", "program", "shape", "stride", "dtype", "requires_grad", "local", "copies", "order", "storage",
         "version",
-        "hooks", "parameter", "spent", "graph", "run",
+        "hooks", "parameter", "spent", "graph", "run", "holder", "is_leaf",
     )  # fmt: skip
 
     def __init__(
@@ -82,6 +83,8 @@ class Value:
         self.graph: torch.Tensor | None = None  # on the owner, the data with its autograd graph, and the calls it is of
         self.run: Run | None = None
         self.spent = False  # a backward has gone through the node that made it
+        self.holder: weakref.ref[Placed] | None = None  # what user code has of it
+        self.is_leaf = False  # an autograd graph begins at `local`
 
     @property
     def numel(self) -> int:
@@ -89,6 +92,13 @@ class Value:
         for length in self.shape:
             count *= length
         return count
+
+    def is_wanted(self) -> bool:
+        """Whether somebody may ask for the data: user code that holds it, or an autograd graph."""
+        if self.is_leaf or self.holder is None or self.parameter is not None:
+            return True
+        holder = self.holder()
+        return holder is not None and holder.value is self
 
     def check_fresh(self) -> None:
         if self.version != self.storage.version:
@@ -109,8 +119,13 @@ class Placed(torch.Tensor):
         self = torch.Tensor._make_wrapper_subclass(
             cls, value.shape, strides=value.stride, dtype=value.dtype, device=value.program.device
         )
-        self.value = value
+        self.hold(value)
         return self
+
+    def hold(self, value: Value) -> None:
+        """Stand for another value from now on."""
+        self.value = value
+        value.holder = weakref.ref(self)
 
     def __init__(self, value: Value) -> None:
         pass

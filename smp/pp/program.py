@@ -210,7 +210,8 @@ class Program:
         if type(leaf) is Placed:
             value = leaf.value
             if value.program is not self:
-                value = leaf.value = self._foreign(value)
+                value = self._foreign(value)
+                leaf.hold(value)
             return value
         if not isinstance(leaf, torch.Tensor):
             return None
@@ -375,7 +376,8 @@ class Program:
         if self.rank == call.owner:
             parameters += self.engine.parameters_of(call.key)
             real = [_with_graph(tensor) for _, tensor in outputs if tensor is not None]
-        node = CallNode(call.name, call.owner, inputs, [value for value, _ in outputs], real, parameters)
+        held = None if real is None else list[Any](real)
+        node = CallNode(call.name, call.owner, inputs, [value for value, _ in outputs], held, parameters)
         node.open = self.joins_calls
         if call.run is not None and self.joins_calls:
             node.run = call.run
@@ -419,7 +421,7 @@ class Program:
             storage.writer = user_line()
         new = self._new_value(info, written, call.owner, arrived.storage)
         if type(leaf) is Placed:
-            leaf.value = new
+            leaf.hold(new)
         else:
             self._known[id(leaf)] = (leaf, new)
             self.step.note_written(leaf, new)
@@ -515,6 +517,7 @@ class Program:
         self.num_backwards += 1
         seed = self.step.streams.current()
         if self.num_backwards == 1:
+            self.tape.forget_data()
             self._meet(EdgeKind.BACKWARD)
         self.on_plain_tensors("backward", self.tape.backward, (seeds, self), {})
         self.step.streams.leave(seed)

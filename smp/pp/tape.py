@@ -17,12 +17,14 @@ engine. Which nodes take part is decided from structure alone, the same on every
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from smp.errors import StepError
 from smp.pp.placed import Value, user_line
+from smp.tp.delayed import hollow
 
 
 class Run:
@@ -33,13 +35,14 @@ class Run:
 
 @dataclass(slots=True, eq=False)
 class CallNode:
-    """One call. On its owner `real` are the outputs with their autograd graph, elsewhere None."""
+    """One call. On its owner `real` are the outputs with their autograd graph, or where gradients enter that, elsewhere
+    None."""
 
     name: str
     owner: int
     inputs: list[Value]
     outputs: list[Value]
-    real: list[torch.Tensor] | None
+    real: list[torch.Tensor | GradientEdge] | None
     parameters: list[torch.Tensor] = field(default_factory=list)
     run: Run = field(default_factory=Run)
     open: bool = False  # later calls may join its run
@@ -93,6 +96,20 @@ class Tape:
         """The run that the next call on `owner` continues, if there is one."""
         last = self._nodes[-1] if self._nodes else None
         return last.run if isinstance(last, CallNode) and last.open and last.owner == owner else None
+
+    def forget_data(self) -> None:
+        """The forward is over: let go of results that nobody can ask for. Their gradients still find their way.
+
+        What a backward needs of them, autograd has saved itself, or will compute again, or has put away.
+        """
+        for node in self._nodes:
+            if isinstance(node, CallNode) and node.real is not None:
+                for k, (value, real) in enumerate(zip(node.outputs, node.real, strict=True)):
+                    if isinstance(real, torch.Tensor) and real.requires_grad and not value.is_wanted():
+                        assert value.local is not None
+                        node.real[k] = get_gradient_edge(real)
+                        value.graph = None
+                        value.local = hollow(value.local, value.local.device)
 
     def backward(self, seeds: list[tuple[Value, torch.Tensor | None]], program: "Backward") -> None:
         """Walk from the end; `seeds` are values with their gradients (None on ranks that do not own the value).
@@ -215,12 +232,13 @@ def final_gradient(value: Value) -> torch.Tensor | None:
 
 def _run(nodes: list[CallNode]) -> None:
     """The backward of connected calls: from the gradients that came from outside to parameters and inputs."""
-    roots, gradients = [], []
+    roots: list[Any] = []
+    gradients: list[torch.Tensor] = []
     for node in nodes:
         assert node.real is not None
         for value, real in zip(node.outputs, node.real, strict=True):
             gradient = final_gradient(value)
-            if gradient is not None and real.requires_grad:
+            if gradient is not None and (isinstance(real, GradientEdge) or real.requires_grad):
                 roots.append(real)
                 gradients.append(gradient)
             value.graph = None
