@@ -276,3 +276,30 @@ def test_wrong_uses_are_refused():
         assert len(timeline.steps) == 1 and len(timeline.steps[0].spans) == 6
     with pytest.raises(UsageError, match=r"\.json or \.png, not as 'step\.svg'"):
         timeline.save("step.svg")
+
+
+@on_ranks(2, config={"tensor_parallel_degree": 2, "ddp": True, "microbatches": 2})
+def test_tensor_parallel_ranks_have_rows_of_their_own():
+    """Two ranks of one stage would be drawn over each other, or only one of them be seen."""
+    train, model, x = training(), smp.DistributedModel(Net(lambda net, x: net.a(x).sum(), a=linear())), batch(4)
+    with smp.timeline() as timeline:
+        train(model, x)
+    folder = smp.allgather(tempfile.mkdtemp(prefix="smp-timeline-"))[0]
+    timeline.save(Path(folder) / "step.json")
+    events = json.loads((Path(folder) / "step.json").read_text())["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == [
+        *["stage 0 (rank 0)", "stage 0, part 1 (rank 1)"]
+    ]
+
+
+@on_ranks(2, config={"ddp": True, "microbatches": 2})
+@pytest.mark.parametrize("guarded", [True, False])
+def test_the_first_replica_saves_for_all(guarded: bool):
+    """Replicas would write the same file at once, or the guard that scripts use would hang."""
+    train, model, x = training(), smp.DistributedModel(Net(lambda net, x: net.a(x).sum(), a=linear())), batch(4)
+    with smp.timeline() as timeline:
+        train(model, x)
+    path = Path(tempfile.mkdtemp(prefix="smp-timeline-")) / "step.json"
+    if smp.rdp_rank() == 0 or not guarded:
+        timeline.save(path)
+    assert path.exists() == (smp.rank() == 0)
