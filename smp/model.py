@@ -457,7 +457,10 @@ class DistributedModel(ModelViews):
         return self._uneven.enabled
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
-        """Let `hook(state, bucket) -> Future` reduce the gradient buckets, as in torch's DistributedDataParallel."""
+        """Let `hook(state, bucket) -> Future` reduce the gradient buckets, as in torch's DistributedDataParallel.
+
+        Not those of distributed parameters, nor those of tied weights that several stages hold (a warning names these).
+        """
         if not callable(hook):
             raise UsageError(f"register_comm_hook: the hook must be callable as hook(state, bucket), got {hook!r}")
         if self._comm_hook is not None:

@@ -52,6 +52,7 @@ class DistributedOptimizer(Optimizer):
         self._global_grad_norm: float | None = None
         self._pending_state: Mapping[str, Any] | None = None
         self._layout: Layout | None = None
+        self._ties_checked = False
         # All parameters the inner optimizer was given, before those of other stages are dropped.
         self._given: list[list[Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
         if static_loss_scale != 1.0 or dynamic_loss_scale or dynamic_loss_args:
@@ -98,7 +99,7 @@ class DistributedOptimizer(Optimizer):
         """Adds a group, as torch does; its parameters may be of any stage."""
         self.optimizer.add_param_group(param_group)
         self._given.append(list(self.optimizer.param_groups[-1]["params"]))
-        self._layout = None
+        self._layout, self._ties_checked = None, False
         model = runtime.get().model
         if model is not None and model.partitioned:
             self._drop_foreign(model.local_parameters())
@@ -119,8 +120,14 @@ class DistributedOptimizer(Optimizer):
         """Updates this rank's parameters; gradients that a short accumulation window left unreduced are reduced first.
 
         `closure`: computes gradients and returns the loss, as for torch's optimizers.
+
+        Raises:
+            UsageError: at the first step, on every rank: stages that hold a tied weight would update it differently.
         """
         rt = runtime.get()
+        if not self._ties_checked and rt.model is not None and rt.model.partitioned:
+            self._ties_checked = True
+            optimizer_state.check_tied_options(rt, self.optimizer)
         if closure is None:
             grad_norm.flush(rt)
             return self.optimizer.step()

@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 from smp import runtime
 from smp.comm.entry import raise_alike
 from smp.dp.tied import is_copy
-from smp.errors import CheckpointError
+from smp.errors import CheckpointError, UsageError
+from smp.pp.stages import StageMap
 from smp.runtime import Runtime
 from smp.topology import CommGroup
 
@@ -259,6 +260,35 @@ def agree(rt: Runtime, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         error = problem if is_ours else CheckpointError(f"not an optimizer's state dict: {problem!r}")
     raise_alike(rt, rt.group(CommGroup.MP_GROUP), error)
     return result
+
+
+def check_tied_options(rt: Runtime, optimizer: Optimizer) -> None:
+    """Sees that all stages that hold a tied weight update it alike. Collective over the pp group when there is one.
+
+    Raises:
+        UsageError: they have it in groups of different options, or one has it in no group; on all ranks.
+    """
+    engine = getattr(rt.model, "engine", None)
+    stages: StageMap | None = engine.stages if engine is not None else None
+    tied = {id(parameter): name for name, parameter, _ in stages.tied_parameters()} if stages is not None else {}
+    if stages is None or not tied:
+        return
+    mine: dict[str, str | None] = {name: None for name in tied.values() if stages.is_local(name)}
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in sorted(group.items()) if key not in ("params", "param_names")}
+        mine |= {tied[id(p)]: repr(options) for p in group["params"] if id(p) in tied}
+    seen: dict[str, dict[str | None, int]] = {}
+    for stage, given in enumerate(rt.transport.all_gather_object(mine, rt.group(CommGroup.PP_GROUP))):
+        for name, option in given.items():
+            seen.setdefault(name, {}).setdefault(option, stage)
+    for name, by_option in seen.items():
+        if len(by_option) > 1:
+            (first, a), (second, b), *_ = by_option.items()
+            raise UsageError(
+                f"the stages {a} and {b} hold the tied weight '{name}' and would update it differently: with {first} "
+                f"and with {second} (None: not at all). Build the optimizer's groups by the parameters' names, or "
+                "before the first step from all parameters"
+            )
 
 
 def drop_parameters(optimizer: Optimizer, keep: Callable[[Tensor], bool]) -> None:

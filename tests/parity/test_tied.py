@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn import functional as F
 
 import smp
-from smp import StepError, log, runtime
+from smp import StepError, UsageError, log, runtime
 from tests.harness import on_ranks
 from tests.parity.compare import (
     TOLERANCE,
@@ -504,6 +504,22 @@ def test_state_is_whole_on_every_holder_and_gathered_once():
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_groups_that_would_update_the_copies_differently_are_refused():
+    """Decay for the head and none for the table: one weight cannot have both."""
+    model, _ = start()
+    train = stepper(model)
+    train(0)
+    on_table, others = [], []
+    for name, parameter in model.local_named_parameters():
+        (on_table if name == "embedding.weight" and smp.pp_rank() == 0 else others).append(parameter)
+    groups = [{"params": others}, {"params": on_table, "weight_decay": 0.0}]
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(groups, lr=0.1, weight_decay=0.1))
+    with pytest.raises(UsageError, match=r"the stages 0 and 1 hold the tied weight 'embedding.weight' and would"):
+        optimizer.step()
+    runtime.reset()
 
 
 class Written(Tied):
