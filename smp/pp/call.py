@@ -15,6 +15,7 @@ from smp.pp.placed import Placed, Value, user_line
 from smp.pp.structure import signature_of, value_signature
 from smp.pp.tape import Run
 
+GROUP = " + "  # between the names of modules that run as one node
 CALL = 20e-6  # seconds that a call takes however small it is
 _PRODUCTS = frozenset(("linear", "matmul", "__matmul__", "mm", "bmm"))
 
@@ -67,11 +68,15 @@ class Call:
 
     def estimate(self, costs: Costs | None) -> "Estimate":
         """Nominal seconds of this call, the same on every rank: of a module from the trace, else from its operands."""
-        name = getattr(self.key, "name", None)  # of a module; functions of glue code have none
-        known = None if costs is None or name is None else costs.get(name)
-        if known is not None and known.calls:
-            n = known.calls
-            return Estimate(known.forward / n + CALL, known.backward / n + CALL, known.weight / n)
+        name = getattr(self.key, "name", None)  # of a module, or several; functions of glue code have none
+        names = [] if costs is None or name is None else name.split(GROUP)
+        known = [costs[n] for n in names if n in costs and costs[n].calls] if costs is not None else []
+        if known and len(known) == len(names):
+            return Estimate(
+                sum(cost.forward / cost.calls for cost in known) + CALL,
+                sum(cost.backward / cost.calls for cost in known) + CALL,
+                sum(cost.weight / cost.calls for cost in known),
+            )
         operands = [value for value in self.values if value is not None]
         flops = 0
         if self.name in _PRODUCTS and len(operands) > 1:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from smp.errors import StepError, UsageError
+from smp.pp.call import GROUP
 from smp.pp.observe import Observers, recording_forward
 from smp.pp.placed import Placed, current, user_line
 from smp.rng import DETERMINISTIC_MODULES
@@ -184,8 +185,13 @@ class StageMap:
 
     def observed(self, key: Any, observers: Observers) -> list[tuple[int, nn.Module]]:
         """Those modules inside the called one that are observed, with their positions there."""
-        inside = enumerate(self.root.get_submodule(key.name).modules()) if isinstance(key, NodeKey) else ()
+        inside = enumerate(m for part in self._parts(key) for m in part.modules())
         return [(position, module) for position, module in inside if id(module) in observers]
+
+    def _parts(self, key: Any) -> list[nn.Module]:
+        """The modules that run as the node of that key."""
+        names = self._groups.get(key.name, (key.name,)) if isinstance(key, NodeKey) else ()
+        return [self.root.get_submodule(name) for name in names]
 
     def is_local(self, name: str) -> bool:
         """Whether the parameter or buffer of that name lives on this rank's stage."""
@@ -314,7 +320,7 @@ class StageMap:
         found = [node for node in nodes if node is not None]
         assert len(found) == len(modules)
         keys = tuple(key for key, _ in found)
-        name = " + ".join(key.name for key in keys)
+        name = GROUP.join(key.name for key in keys)
         self._groups[name] = tuple(key.name for key in keys)
         members = [self._trainable.get(key.name, []) for key in keys]
         self._trainable[name] = list(dict.fromkeys(p for parameters in members for p in parameters))
