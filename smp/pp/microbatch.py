@@ -53,8 +53,10 @@ def split_arguments(
     Tensors are cut into equal contiguous parts on axis 0 (or `axes[name]`), also inside containers. 0-dim tensors,
     arguments named in `non_split` and everything that is no tensor go whole to each microbatch. An object with
     `smp_slice(num_mb, mb, axis)` cuts itself. Raises `StepError` naming argument, shape and count when an axis does not
-    divide or does not exist.
+    divide or does not exist, and for an object that hides a batch in an attribute: its parts would all be the whole.
     """
+    if num_microbatches > 1:
+        _refuse_hidden_batches(arguments, non_split, axes)
     parts: list[dict[str, Any]] = [{} for _ in range(num_microbatches)]
     for name, value in arguments.items():
         if name in non_split:
@@ -67,6 +69,25 @@ def split_arguments(
         for index, part in enumerate(parts):
             part[name] = unflatten(spec, [column[index] for column in columns])
     return parts
+
+
+def _refuse_hidden_batches(arguments: dict[str, Any], non_split: Sequence[str], axes: dict[str, int]) -> None:
+    split = {name: flatten(value)[0] for name, value in arguments.items() if name not in non_split}
+    tensors = [(x, axes.get(name, 0)) for name, leaves in split.items() for x in leaves if isinstance(x, torch.Tensor)]
+    lengths = {x.shape[axis] for x, axis in tensors if -x.dim() <= axis < x.dim()}
+    for name, leaves in split.items():
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor | torch.nn.Module | type) or hasattr(leaf, "smp_slice"):
+                continue
+            for attribute, held in getattr(leaf, "__dict__", {}).items():
+                if isinstance(held, torch.Tensor) and held.dim() and held.shape[0] in lengths:
+                    raise StepError(
+                        f"step argument '{name}' is, or holds, a {type(leaf).__qualname__} whose attribute "
+                        f"'{attribute}' is a tensor of shape {tuple(held.shape)}, as long as the batch, but such an "
+                        "object cannot be split into microbatches. Pass tensors themselves, or in a list, tuple, dict "
+                        "or dataclass; give the class a method smp_slice(num_mb, mb, axis); or pass the object whole "
+                        f"with smp.step(non_split_inputs=['{name}'])."
+                    )
 
 
 def _split_leaf(name: str, leaf: Any, count: int, axis: int) -> Sequence[Any]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import smp
+from smp import runtime
 from smp.errors import StepError
 from tests.harness import on_ranks
 from tests.parity.compare import Setup, check
@@ -123,3 +124,33 @@ def test_an_object_with_a_hidden_tensor_is_refused_by_name():
     with pytest.raises(StepError, match="mask") as caught:
         train(torch.randn(2, WIDTH))
     assert "Opaque" in str(caught.value)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@on_ranks(2, config=None)
+def test_an_object_that_hides_a_batch_is_refused_at_the_first_call(stages):
+    """Every microbatch would get the whole of it: the user must hear which argument that is, on every rank alike."""
+    runtime.reset()
+    smp.init({"pipeline_parallel_degree": stages, "microbatches": 2, "ddp": True})
+    model = smp.DistributedModel(nn.Sequential(Scaled(), nn.Linear(WIDTH, WIDTH)))
+
+    def body(x: Tensor, settings: Any) -> Tensor:
+        loss = model((x, settings[0].mask)).sum()
+        model.backward(loss)
+        return loss
+
+    x, mask = torch.randn(4, WIDTH), torch.rand(4, 1)
+    with pytest.raises(StepError, match=r"argument 'settings' .* Opaque .*'mask' .*\(4, 1\)"):
+        smp.step(body)(x, [Opaque(mask)])
+    train = smp.step(body, non_split_inputs=["settings"])
+    train(x, [Opaque(torch.rand(1, 1))])
+    smp.step(body)(x, [Opaque(torch.rand(1, 1))])  # nothing as long as the batch
+
+
+class Scaled(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, both: tuple[Tensor, Tensor]) -> Tensor:
+        x, mask = both
+        return super().forward(x) * mask
