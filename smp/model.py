@@ -419,6 +419,7 @@ class DistributedModel(ModelViews):
     def _after_step(self) -> None:
         if self._had_backward and not self._first_step_done:
             self._first_step_done = True
+            checkpointing.warn_if_unused(self.module)
             for hook in list(self._post_step_hooks.values()):
                 hook(self, self._rt.optimizer)
 

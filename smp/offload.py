@@ -34,12 +34,14 @@ class Offload:
         self._copies = host_copies(device)
         self._horizon = horizon
         self._microbatch = microbatch
+        self.used = False
         self._parcels: dict[int, list[weakref.ref[Parcel]]] = {}
         # A tensor that several regions keep, such as a mask, is copied once: with the version that was copied.
         self._put_away: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def saving(self) -> AbstractContextManager[None]:
         """What autograd saves inside goes into one new parcel."""
+        self.used = True
         parcel = Parcel(self, self._microbatch())
         line = self._parcels.setdefault(parcel.microbatch, [])
         while line and line[-1]() is None:  # used up

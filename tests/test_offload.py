@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 import smp
 from smp import activation, runtime
@@ -15,6 +16,8 @@ from smp.offload import Offload
 from smp.pp.placed import current
 from tests.harness import on_ranks
 from tests.pp.reference import WIDTH, Net, linear, start
+from tests.pp.test_between_steps import live_tensors
+from tests.tp.test_convert import warnings_of
 
 DEPTH = 6
 
@@ -166,13 +169,36 @@ def test_a_parked_microbatch_of_a_pipeline(offloaded: bool) -> None:
     def train(x: Tensor) -> None:
         wrapped.backward(wrapped(x).sum())
 
-    for _ in range(3):
+    left = []
+    for _ in range(5):
         made.clear()
         parked.clear()
         train(torch.randn(6, WIDTH))
+        left.append(live_tensors())
+    assert left[-1] == left[2]  # nothing piles up from step to step
     if smp.pp_rank() == 0:
         # The last one is on its way to stage 1.
         assert len(parked) == DEPTH and parked[:-1] == [offloaded] * (DEPTH - 1)
+
+
+def test_offloading_without_checkpoints_says_so() -> None:
+    """Once, after the first step; not to those who checkpoint by other means."""
+    for by_hand in (False, True):
+        runtime.reset()
+        smp.init({"offload_activations": True})
+        net = linear()
+        wrapped = smp.DistributedModel(
+            Net(lambda net, x, hand=by_hand: checkpoint(net.a, x, use_reentrant=False) if hand else net.a(x), a=net)
+        )
+
+        @smp.step
+        def train(x: Tensor, wrapped: Any = wrapped) -> None:
+            wrapped.backward(wrapped(x).sum())
+
+        with warnings_of() as warnings:
+            train(torch.randn(2, WIDTH))
+            train(torch.randn(2, WIDTH))
+        assert sum("offload_activations=True has no effect" in text for text in warnings) == (not by_hand)
 
 
 def in_turn(net: Any, x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch import nn
 from smp import activation, runtime
 from smp.activation import WHOLE, Mark, mark_of, recomputed
 from smp.errors import PartitionError, UsageError
-from smp.log import warn_once
+from smp.log import warn_once, warn_rank0
 from smp.nested import flatten
 from smp.pp.partition import pinned_stages
 from smp.pp.placed import Placed, current
@@ -119,6 +119,16 @@ def install(root: nn.Module, stages: StageMap | None) -> None:
             for piece in [module] if mark.group == WHOLE else module.children():
                 _is_split(piece, stages)
             _install_on(module)
+
+
+def warn_if_unused(root: nn.Module) -> None:
+    """After the first step: what was to be offloaded was not there."""
+    offload = activation.current_offload()
+    if offload is not None and not offload.used and not any(map(activation.is_checkpointed, root.modules())):
+        warn_rank0(
+            "offload_activations=True has no effect: it is for checkpointed activations, and no module is checkpointed "
+            "(smp.set_activation_checkpointing)"
+        )
 
 
 def _install_on(module: nn.Module) -> bool:
