@@ -5,6 +5,7 @@ to the leaf. What the code around leaves does (residual additions, activations, 
 operands live, so it is charged to the leaf that ran last, or to the owner of the parameter that it reads.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import arg_tree_leaves, tree_leaves
-from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from smp.pp.cost import ModuleCost, nominal_bytes_seconds, nominal_seconds, parameter_bytes
 from smp.pp.tree import ancestors, has_parameters
@@ -30,13 +31,31 @@ _FREE = frozenset([_aten._unsafe_view.default, _aten.detach.default, _aten.lift_
 _CASTS = frozenset([_aten._to_copy, _aten.clone, _aten.contiguous])
 
 
-def _attention_flops(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Two products of every query with every key: 2 N H S_q S_k (d + d_v). A causal mask skips nothing here."""
-    return int(sdpa_flop_count(query, key, value))
+def _attention_flops(query: Any, key: Any, value: Any, *args: Any) -> int:
+    """Two products of every query with every key: 2 N H S_q S_k (d + d_v), H heads of the queries. A causal mask skips
+    nothing here. Shapes: query [N, H, S_q, d], key [N, ., S_k, d], value [N, ., S_k, d_v]."""
+    return 2 * math.prod(query[:3]) * key[2] * (query[3] + value[3])
 
 
-if _aten._scaled_dot_product_flash_attention_for_cpu not in flop_registry:  # torch counts nothing for it
-    register_flop_formula(_aten._scaled_dot_product_flash_attention_for_cpu)(_attention_flops)
+def _recurrent_flops(inputs: Any, w_input: Any, w_hidden: Any, *args: Any) -> int:
+    """A product with both matrices for each step and sample. Shapes: inputs [steps, samples, features]."""
+    return 2 * math.prod(inputs[:2]) * (math.prod(w_input) + math.prod(w_hidden))
+
+
+_RECURRENT = _aten.mkldnn_rnn_layer
+# What torch counts nothing for: attention and LSTM layers on the CPU.
+_FORMULAS = {_aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops, _RECURRENT: _recurrent_flops}
+
+
+def _flops(packet: Any, args: Any, kwargs: Any, out: Any) -> int:
+    if packet in _FORMULAS:
+        return _FORMULAS[packet](*(tuple(x.shape) if isinstance(x, Tensor) else x for x in args))
+    if packet not in flop_registry:
+        return 0
+    try:
+        return int(flop_registry[packet](*args, **kwargs, out_val=out))
+    except (AssertionError, IndexError, TypeError, ValueError):  # a call that torch's formula does not know
+        return 0
 
 
 @dataclass(slots=True)
@@ -252,7 +271,7 @@ class Meter(TorchDispatchMode):
         if not outputs or self._is_view(func, inputs, outputs):
             return
         packet = func._overloadpacket
-        flops = int(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else 0
+        flops = _flops(packet, args, kwargs, out)
         written = sum(map(nbytes, outputs))
         read = written if packet in _GATHERS else sum(map(nbytes, inputs))
         dtype = next((t.dtype for t in inputs if t.is_floating_point()), torch.float32)
@@ -287,6 +306,9 @@ class Meter(TorchDispatchMode):
             cost.weight = cost.forward + nominal_bytes_seconds(sum(map(nbytes, weights)), self.ledger.device)
         elif cost.flops and "attention" in str(packet):
             cost.backward = _ATTENTION_BACKWARD * cost.forward
+        elif packet is _RECURRENT:
+            cost.weight = cost.forward if weights else 0.0
+            cost.backward = cost.forward
         elif cost.flops:
             cost.weight = cost.forward * sum(t.dim() > 1 for t in weights)
             cost.backward = cost.forward * sum(t.dim() > 1 for t in needing if owners[id(t)] is None)

@@ -59,6 +59,23 @@ def test_attention_on_the_cpu_is_counted():
     assert trace(Attention(), (q, q, q), {}).total.flops == 2 * 3 * 2 * (2 * 7 * 7 * 4)
 
 
+@pytest.mark.parametrize(("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
+def test_recurrent_layers_are_counted(kind, gates):
+    """An LSTM is one kernel on the CPU, for which torch has no formula either."""
+
+    class First(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = kind(6, 5)
+
+        def forward(self, x):
+            return self.layer(x)[0]
+
+    costs = trace(First(), (torch.zeros(7, 3, 6),), {})
+    assert costs["layer"].flops == 2 * (7 * 3) * gates * 5 * (6 + 5)
+    assert costs["layer"].weight > 0
+
+
 def test_a_gpt_has_the_operations_of_the_formula():
     """24 N h^2 for the products of a layer, 4 N s h for attention, 2 N h v for the head."""
     transformers = pytest.importorskip("transformers")
