@@ -17,6 +17,7 @@ import smp
 from smp import PartitionError, UsageError, activation, runtime
 from smp.activation import is_checkpointed
 from smp.patches.checkpoint import checkpoint, checkpoint_sequential
+from smp.pp.placed import current
 from tests.harness import on_ranks
 from tests.pp.reference import WIDTH, Net, linear, same, start, vectors, wrap
 from tests.tp.test_convert import warnings_of
@@ -325,6 +326,30 @@ def test_a_backward_elsewhere(where: str) -> None:
         torch.rand(3)
         if where == "after the step":
             loss.backward()
+        gradients.append([p.grad for p in net.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        assert torch.equal(a, b)
+
+
+@on_ranks(1)
+def test_masks_of_shared_and_own_data() -> None:
+    """Code on data that ranks share draws under another salt; a second run inside it has to find that salt again."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        assert current.streams is not None
+        with current.streams.salted(7):
+            return net.l(x)
+
+    gradients = []
+    for mark in (False, True):
+        runtime.reset()
+        smp.init({})
+        net = Net(forward, l=nn.Sequential(nn.Dropout(0.5), linear(seed=2), nn.Sequential(nn.Dropout(0.5))))
+        if mark:
+            smp.set_activation_checkpointing(net.l, strategy="contiguous")
+        model = smp.DistributedModel(net)
+        torch.manual_seed(1)
+        smp.step(lambda x, model=model: model.backward(model(x).square().sum()))(torch.ones(8, WIDTH))
         gradients.append([p.grad for p in net.parameters()])
     for a, b in zip(*gradients, strict=True):
         assert torch.equal(a, b)

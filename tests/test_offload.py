@@ -207,6 +207,28 @@ def in_turn(net: Any, x: Tensor) -> Tensor:
     return x
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_on_a_device(offloaded: bool) -> None:
+    """Through pinned memory, on a stream of its own; masks too, drawn again on autograd's thread."""
+    runtime.reset()
+    smp.init({"offload_activations": offloaded})
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.Dropout(0.3), nn.Tanh()) for _ in range(8)])
+    gradients = []
+    for mark in (False, True):
+        if mark:
+            smp.set_activation_checkpointing(net, strategy="each")
+        wrapped = runtime.get().model or smp.DistributedModel(net)
+        torch.manual_seed(1)
+        wrapped.zero_grad()
+        smp.step(lambda x: wrapped.backward(wrapped(x).square().mean()))(torch.ones(256, 512, device="cuda"))  # noqa: B023
+        gradients.append([p.grad.clone() for p in wrapped.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_the_horizon_is_that_of_the_configuration() -> None:
     """Counted in checkpointed modules where there is no pipeline."""
     wrapped, _ = model(offload_activations=True, activation_loading_horizon=3)

@@ -314,11 +314,12 @@ def _resumption(modules: tuple[nn.Module, ...]) -> Callable[[], AbstractContextM
     program, streams = current.program, current.streams
     if streams is None:
         return nullcontext
+    salt = streams.salt
 
     @contextmanager
     def resumed() -> Iterator[None]:
-        outer = current.program, current.streams
-        current.program, current.streams = program, streams
+        outer, outer_salt = (current.program, current.streams), streams.salt
+        current.program, current.streams, streams.salt = program, streams, salt
         try:
             with ExitStack() as stack:
                 if outer[1] is None and program is None:  # the step is over: its modules have their own calls again
@@ -327,6 +328,7 @@ def _resumption(modules: tuple[nn.Module, ...]) -> Callable[[], AbstractContextM
                 yield
         finally:
             current.program, current.streams = outer
+            streams.salt = outer_salt
 
     return resumed
 
