@@ -71,14 +71,16 @@ def forget_warnings() -> None:
 
 
 @contextmanager
-def long_phase(name: str, after: float = LONG) -> Iterator[None]:
-    """Says on world rank 0 that a phase is running when it takes longer than `after` seconds, and how long it took.
+def long_phase(name: str, after: float | None = None) -> Iterator[None]:
+    """Says on world rank 0 that a phase is running when it takes longer than `after` seconds (None: `LONG`), and how long
+    it took.
 
     A user who sees nothing cannot tell waiting from hanging.
     """
     if _rank not in (None, 0):
         yield
         return
+    after = LONG if after is None else after
     begin = time.monotonic()
     timer = threading.Timer(after, info_rank0, ("%s: still at it after %.0f s", name, after))
     timer.daemon = True

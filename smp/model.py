@@ -202,6 +202,11 @@ class DistributedModel(ModelViews):
             raise StepError(
                 "model.backward was called outside a step function; call it inside one decorated with @smp.step."
             )
+        if not self.partitioned:
+            raise StepError(
+                f"backward at {user_line()}: the loss does not depend on any parameter that requires a gradient: the "
+                "model has not been called."
+            )
         self._begin_pass()
         program.backward(tensors, gradients, scale)
 

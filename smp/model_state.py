@@ -165,6 +165,7 @@ def local_state_dict(model: StatefulModel, cast_to_cpu: bool = True) -> "Ordered
     return result
 
 
+@log.long_phase("gathering the model's state")
 def full_state_dict(
     model: StatefulModel, gather_to_rank0: bool = False, cast_to_cpu: bool = True
 ) -> "OrderedDict[str, Any]":
