@@ -160,7 +160,6 @@ NO_EFFECT = {
 
 # Keys whose feature is still to come: the values that work today, and what the others would need.
 _STILL_TO_COME: dict[str, tuple[tuple[Any, ...], str]] = {
-    "pipeline": (("interleaved", "simple", "_only_forward"), "schedules planned by simulation"),
     "fp16": ((False,), "half precision"),
     "bf16": ((False,), "half precision"),
     "fp16_params": ((False,), "half precision"),

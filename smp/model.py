@@ -305,7 +305,9 @@ class DistributedModel(ModelViews):
         if rt.optimizer is not None:
             rt.optimizer._on_partition(list(self.parameters()))
         if rt.topology.pp_size > 1:
-            log.info_rank0("%s", table(self.module, stages, rt.topology.pp_size, self.engine.costs))
+            log.info_rank0(
+                "%s", table(self.module, stages, rt.topology.pp_size, self.engine.costs, self.engine.forecast)
+            )
         for hook in list(self._post_partition_hooks.values()):
             hook(self, rt.optimizer)
 
@@ -318,6 +320,7 @@ class DistributedModel(ModelViews):
         else:
             decision = decide(self.module, rt, call, *self._measured)
             assignment, self.engine.costs = decision.assignment, decision.costs
+            self.engine.policy, self.engine.forecast = decision.policy, decision.forecast
         return StageMap(self.module, assignment.modules, assignment.own, rt.pp_rank)
 
     def _move_to_device(self, stages: StageMap) -> None:

@@ -176,7 +176,7 @@ def test_combinations_of_coming_features_are_checked_too(config: dict[str, Any],
     ("key", "value"),
     [
         ("fp16", True), ("bf16", True), ("shard_optimizer_state", True), ("sharded_data_parallel_degree", 2),
-        ("pipeline", "zero_bubble"), ("pipeline", "auto"),
+
         ("_fp32_grad_accumulation", True), ("_match_weights", True), ("sdp_reduce_bucket_size", 1e6),
         ("sdp_param_persistence_threshold", 1.0), ("sdp_max_live_parameters", 1e6),
         ("sdp_hierarchical_allgather", False), ("sdp_gradient_clipping", 0.5),
@@ -193,9 +193,9 @@ def test_defaults_of_coming_features_are_accepted() -> None:
     resolve({"fp16": False, "_match_weights": False, "sdp_reduce_bucket_size": 500_000_000, "horovod": False}, {})
 
 
-@pytest.mark.parametrize("pipeline", ["interleaved", "simple", "_only_forward"])
+@pytest.mark.parametrize("pipeline", ["interleaved", "simple", "_only_forward", "zero_bubble", "auto"])
 def test_schedules_that_exist_are_accepted(pipeline: str) -> None:
-    """The three that scripts use."""
+    """Those that scripts use, and ours."""
     assert resolve({"pipeline": pipeline}, {}).pipeline == pipeline
 
 

@@ -7,6 +7,7 @@ world rank 0                          all ranks
                --- the decision, or the error --->   4. the same `Decision`, or the same exception
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -20,9 +21,11 @@ from torch import nn
 
 from smp.activation import is_checkpointed
 from smp.errors import PartitionError
+from smp.pp.choose import Layout, choose, placement_of, policies_of
 from smp.pp.cost import ZERO, Costs, ModuleCost
 from smp.pp.measure import measure
-from smp.pp.partition import Assignment, Balance, assign, memory_bytes, pin_of, placed_by_hand
+from smp.pp.partition import Assignment, Balance, Placement, assign, memory_bytes, pin_of, placed_by_hand
+from smp.pp.simulate import Policy
 from smp.pp.stages import StageMap
 from smp.pp.tied import replicable
 from smp.pp.trace import trace
@@ -35,10 +38,13 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks go by. `costs` is None when the model was not or could not be traced."""
+    """What all ranks go by. `costs` is None when the model was not or could not be traced; `policy` is how steps are
+    scheduled, `forecast` what that is expected to give, for the table."""
 
     assignment: Assignment
     costs: Costs | None
+    policy: Policy = Policy.INTERLEAVED
+    forecast: str | None = None
 
 
 def decide(module: nn.Module, rt: Runtime, call: Call | None, times: bool = False, memory: bool = False) -> Decision:
@@ -85,20 +91,38 @@ def _decide_alone(module: nn.Module, rt: Runtime, costs: Costs | None) -> Decisi
     }
     if config.load_partition:
         assert config.partition_file is not None  # checked with the configuration
-        return load(config.partition_file, module, degrees)
-    balance = Balance(config.memory_weight, config.virtual_stages)
+        stored = load(config.partition_file, module, degrees)
+        return _scheduled(module, rt, [Layout(stored.assignment, config.virtual_stages, "loop")], stored.costs)
     by_hand = placed_by_hand(module, config.auto_partition)
     apart = replicable(module, config.replicate_tied, by_hand, costs, config.microbatches)
-    assignment = assign(
-        module, rt.topology.pp_size, config.auto_partition, config.default_partition, costs, balance, apart
-    )
-    decision = Decision(assignment, costs)
+
+    def layout(virtual_stages: int, placement: Placement) -> Layout:
+        balance = Balance(config.memory_weight, virtual_stages, placement)
+        assignment = assign(
+            module, rt.topology.pp_size, config.auto_partition, config.default_partition, costs, balance, apart
+        )
+        return Layout(assignment, virtual_stages, placement)
+
+    layouts = [layout(config.virtual_stages, placement_of(config.pipeline, config.virtual_stages))]
+    if config.pipeline == "auto" and config.auto_partition and config.virtual_stages == 1 and costs is not None:
+        with contextlib.suppress(PartitionError):  # too few modules for more chunks
+            layouts += [layout(2, "loop"), layout(2, "v")]
+    decision = _scheduled(module, rt, layouts, costs)
     if config.partition_file is not None:
         save(config.partition_file, module, degrees, decision)
     return decision
 
 
 # -- file --------------------------------------------------------------------------------------------------------------
+
+
+def _scheduled(module: nn.Module, rt: Runtime, layouts: list[Layout], costs: Costs | None) -> Decision:
+    """The layout and policy that a simulated step is fastest with."""
+    policies = policies_of(rt.config.pipeline)
+    if costs is None or rt.config.microbatches == 1:
+        return Decision(layouts[0].assignment, costs, policies[0])
+    best = choose(module, layouts, policies, costs, rt)
+    return Decision(best.layout.assignment, costs, best.policy, str(best))
 
 
 def save(path: str | os.PathLike[str], module: nn.Module, degrees: dict[str, int], decision: Decision) -> None:

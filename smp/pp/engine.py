@@ -12,6 +12,7 @@ from smp.comm.transport import Channel, Request
 from smp.errors import CommError, StepError
 from smp.pp.placed import current
 from smp.pp.record import SpanKind
+from smp.pp.simulate import Policy
 from smp.pp.structure import Structure
 from smp.rng import Streams, mix
 from smp.topology import CommGroup
@@ -51,6 +52,8 @@ class Engine:
         self.ranks = runtime.group(CommGroup.PP_GROUP).ranks  # world rank of each stage
         self.stages: StageMap | None = None
         self.costs: Costs | None = None
+        self.policy = Policy.INTERLEAVED
+        self.forecast: str | None = None  # of a step, for people
         self.structures: dict[Any, Structure] = {}
         self.debug: Comparison | None = None
         self.recorder: Recorder | None = None  # while a timeline is active

@@ -20,10 +20,10 @@ from torch import nn
 from smp import log
 from smp.bootstrap import AUTOCAST_DEVICES
 from smp.nested import flatten
+from smp.pp.choose import best_plan
 from smp.pp.journal import Journal
-from smp.pp.schedule import Action
 from smp.pp.segments import Cut, cut
-from smp.pp.simulate import Plan, Policy, simulate
+from smp.pp.simulate import Plan, Policy
 from smp.pp.stages import StageMap
 from smp.runtime import Runtime
 from smp.topology import CommGroup
@@ -31,8 +31,6 @@ from smp.topology import CommGroup
 MAX_KINDS = 256
 # So many plans may fail on a kind of step before it keeps the phase order.
 MAX_FAILURES = 3
-# What a message and an action cost beside the work, in seconds and bytes per second: they matter little to the order.
-LATENCY, BANDWIDTH, OVERHEAD = 50e-6, 5e9, 50e-6
 
 
 @dataclass
@@ -55,8 +53,10 @@ class Planner:
         """What is known of steps of this kind; None: to be recorded."""
         return self._known.get(kind)
 
-    def learn(self, kind: Any, rt: Runtime, journals: Sequence[Journal], entangled: str) -> None:
-        """Plan steps of this kind. A collective over the ranks of one model, which agree on the plan."""
+    def learn(
+        self, kind: Any, rt: Runtime, journals: Sequence[Journal], entangled: str, policies: Sequence[Policy]
+    ) -> None:
+        """Plan steps of this kind by the best of `policies`. A collective over the ranks of one model, which agree."""
         cuts: list[Cut] = []
         cached: dict[tuple[Any, ...], Cut] = {}
         for journal in journals:
@@ -66,7 +66,7 @@ class Planner:
             cuts.append(cached[key])
         plan = None
         if not entangled and len(cuts) > 1:
-            plan = make_plan(cuts, rt)
+            plan = best_plan([c.cost for c in cuts], rt, policies)
         digest = hashlib.sha256(repr((plan and plan.actions, [c.stops for c in cuts])).encode()).hexdigest()
         answers = rt.transport.all_gather_object(
             (digest, entangled), rt.group(CommGroup.MP_GROUP), "smp.step, the plan"
@@ -94,22 +94,6 @@ class Planner:
         log.info_rank0(
             "%s: what it does changes from step to step, so its microbatches run one phase after the other", self._name
         )
-
-
-def make_plan(cuts: Sequence[Cut], rt: Runtime) -> Plan:
-    """The plan that the configuration asks for."""
-    policy = Policy(rt.config.pipeline) if rt.config.pipeline != "auto" else Policy.INTERLEAVED
-    if policy is Policy.FORWARD_ONLY:
-        policy = Policy.INTERLEAVED  # backward is refused by the model
-    return simulate(
-        [c.cost for c in cuts],
-        rt.topology.pp_size,
-        rt.config.active_microbatches,
-        policy,
-        latency=LATENCY,
-        bandwidth=BANDWIDTH,
-        overhead=OVERHEAD,
-    )
 
 
 def kind_of(arguments: dict[str, Any], count: int, root: nn.Module) -> Any:
@@ -174,8 +158,3 @@ class StateWatch:
 
 def _same(a: Any, b: Any) -> bool:
     return isinstance(a, int) and isinstance(b, int) and a == b
-
-
-def actions_of(plan: Plan, stage: int) -> Sequence[Action]:
-    """What a stage runs, in order."""
-    return plan.actions[stage]

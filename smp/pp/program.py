@@ -29,6 +29,7 @@ from smp.pp.special import SPECIAL, refuse
 from smp.pp.structure import SameObject, Structure, TensorInfo, agrees, describe
 from smp.pp.tape import CallNode, MoveNode, Node, Tape, saving_copies_of
 from smp.pp.tied import owner_of_call, refuse_write, replica_values
+from smp.pp.weights import Late
 from smp.tp.shard import spec_of
 from smp.tp.watch import refuse_part
 
@@ -49,7 +50,7 @@ class Program:
         self.step = step
         self.rank = engine.rank
         self.device = engine.device
-        self.tape = Tape(engine.rank, step.reach.release)
+        self.tape = Tape(engine.rank, self._release)
         self.in_node = ""  # the name of the call being run on plain tensors, if any
         self.mode = GlueMode(self)
         self.observers: Observers = {}
@@ -58,6 +59,9 @@ class Program:
         self.called_after_backward = False
         self.journal: Journal | None = None  # filled while a program is recorded for a plan
         self._backward_work: dict[int, Work] = {}
+        self.late: list[Late] | None = None  # gradients of weights that this turn puts off; None: none is put off
+        self._unreleased: list[Node] = []
+        self._put_off: dict[int, tuple[list[Late], list[Node]]] = {}  # by segment
         self._cut: Cut | None = None
         self._stops: Iterator[int] = iter(())
         self._next_stop: int | None = None
@@ -162,8 +166,12 @@ class Program:
 
     # -- turns ---------------------------------------------------------------------------------------------------------
 
-    def follow(self, cut: Cut) -> None:
-        """Stop where `cut` says, as long as the program does what it did when that was made."""
+    def follow(self, cut: Cut, late: bool) -> None:
+        """Stop where `cut` says, as long as the program does what it did when that was made.
+
+        `late`: linear layers put the gradients of their weights off.
+        """
+        self.late = [] if late else None
         self._cut = cut
         self._stops = iter(cut.stops[self.rank])
         self._next_stop = next(self._stops, None)
@@ -173,12 +181,33 @@ class Program:
         """Run on without stops."""
         self._cut = None
         self._stops_at_backward = False
-
-    def run_deferred(self, segment: int) -> None:
-        """Gradients of weights that the backward of that segment has left for later."""
+        self.end_backward_turn(-1, False)
+        self.late = None
 
     def end_backward_turn(self, segment: int, deferred: bool) -> None:
-        """A turn of the backward is over; whether a turn for its weights' gradients is to come."""
+        """A turn of the backward is over; `deferred`: a turn for its weights' gradients is to come."""
+        if self.late is None:
+            return
+        self._put_off[segment] = (self.late, self._unreleased)
+        self.late, self._unreleased = [], []
+        if not deferred:
+            self.run_deferred(segment)
+
+    def run_deferred(self, segment: int) -> None:
+        """Compute the gradients of weights that the backward of that segment has put off."""
+        late, nodes = self._put_off.pop(segment, ((), ()))
+        running = glue.current.program or self  # whoever hands over the turn
+        for gradient in late:
+            running.on_plain_tensors("backward", gradient.accumulate, (), {})
+        for node in nodes:
+            self.step.reach.release(node)
+
+    def _release(self, node: Node) -> None:
+        """The node's backward has run; its parameters are not done while some of their gradients are put off."""
+        if self.late is None:
+            self.step.reach.release(node)
+        else:
+            self._unreleased.append(node)
 
     def _meet(self, kind: EdgeKind, source: int = EVERYBODY, dest: int = EVERYBODY, nbytes: int = 0) -> None:
         """Called on every rank ahead of every edge, where the turn may pass on."""

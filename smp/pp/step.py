@@ -13,6 +13,7 @@ from smp import log, rng, runtime
 from smp.errors import StepError
 from smp.nested import flatten, map_leaves
 from smp.pp import stages as stages_mod
+from smp.pp.choose import policies_of
 from smp.pp.engine import Engine, Reach, StepContext
 from smp.pp.executor import Turns
 from smp.pp.inputs import place_arguments, share_arguments, share_outputs, share_written
@@ -22,6 +23,8 @@ from smp.pp.placed import current
 from smp.pp.plan import Known, Planner, StateWatch, kind_of
 from smp.pp.program import Program
 from smp.pp.schedule import Action, ActionKind, phase_order
+from smp.pp.simulate import Policy
+from smp.pp.weights import late_weights
 from smp.runtime import Runtime
 from smp.topology import CommGroup
 
@@ -212,7 +215,7 @@ class _StepFunction:
 
         kind = kind_of(parts[0], count, model.module)
         known = self._planner.find(kind)
-        actions = self._prepare(rt, programs, known, count)
+        actions = self._prepare(rt, programs, known, count, stack)
         backwards_only = max((i + 1 for i, a in enumerate(actions) if a.kind is ActionKind.FORWARD), default=0)
 
         def before(position: int) -> None:
@@ -227,10 +230,12 @@ class _StepFunction:
             context.end_turns()
         self._single_backward = all(p.num_backwards == 1 and not p.called_after_backward for p in programs)
         if known is None and engine.debug is None:
-            self._planner.learn(kind, rt, [p.journal or [] for p in programs], context.entangled)
+            journals = [program.journal or [] for program in programs]
+            self._planner.learn(kind, rt, journals, context.entangled, _policies(rt, engine))
         elif turns.left_plan:
             self._planner.failed(kind)
         for program in programs:
+            program.leave_plan()
             program.tape.clear()
         shared = share_outputs(engine, programs, outputs)
         context.finish_sends()
@@ -242,13 +247,18 @@ class _StepFunction:
             context.recorder.end_step(engine.last_plan)
         return shared
 
-    def _prepare(self, rt: Runtime, programs: list[Program], known: Known | None, count: int) -> Sequence[Action]:
+    def _prepare(
+        self, rt: Runtime, programs: list[Program], known: Known | None, count: int, stack: ExitStack
+    ) -> Sequence[Action]:
         """Let the programs follow the plan, or be recorded for one. Returns the order of this rank's actions."""
         engine, context = programs[0].engine, programs[0].step
         engine.last_plan = known.plan if known is not None else None
         if known is not None and known.plan is not None:
+            late = any(action.kind is ActionKind.WEIGHT for row in known.plan.actions for action in row)
+            if late:
+                stack.enter_context(late_weights())
             for program, cut in zip(programs, known.cuts, strict=True):
-                program.follow(cut)
+                program.follow(cut, late)
             return known.plan.actions[engine.rank]
         if known is None and engine.debug is None:
             for program in programs:
@@ -272,6 +282,11 @@ class _StepFunction:
         group = rt.group(CommGroup.PP_GROUP)
         shared, seed = share_arguments(engine, group, arguments, problem, seed)
         return split_arguments(shared, count, self._non_split, self._axes), seed
+
+
+def _policies(rt: Runtime, engine: Engine) -> list[Policy]:
+    """What to plan steps by: under "auto", the simplest policy, and the one that a layout was chosen for."""
+    return list(dict.fromkeys([*policies_of(rt.config.pipeline), engine.policy]))
 
 
 class _Watch:

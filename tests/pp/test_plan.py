@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import smp
@@ -314,3 +315,115 @@ def test_an_error_in_a_planned_step_reaches_the_caller():
     fail.append(True)
     with pytest.raises(ValueError, match="on purpose"):
         train(vectors(8)["x"])
+
+
+# -- weight gradients put off ------------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Large enough for its weight gradients to be worth putting off, in every form that linear layers come in."""
+
+    def __init__(self, seed, bias=True):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.up = nn.Linear(4, 64, bias=bias)
+        self.middle = nn.Linear(64, 64)
+        self.down = nn.Linear(64, 4, bias=bias)
+        self.scale = nn.Parameter(torch.ones(64))
+        self.mixed = nn.Parameter(torch.empty(64, 64))  # as transformers' Conv1D keeps it
+        self.shift = nn.Parameter(torch.zeros(64))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+
+    def forward(self, x):
+        h = torch.tanh(self.up(x)) * self.scale
+        h = torch.addmm(self.shift, h, self.mixed)
+        return x + self.down(torch.relu(self.middle(h)))
+
+
+def put_off(model):
+    """How many actions of this rank's plan are weight gradients."""
+    return sum(a.kind is ActionKind.WEIGHT for a in plan_of(model).actions[smp.pp_rank()])
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("shape", ["plain", "frozen", "twice", "penalty", "checkpoint", "several backwards"])
+def test_weight_gradients_may_come_later(shape):
+    """A failure means a lost, doubled or wrong gradient under the zero-bubble schedule."""
+
+    def forward(net, x):
+        y = net.c(net.b(net.a(x)))
+        if shape == "twice":
+            y = net.c(net.a(y))
+        return y.pow(2).mean()
+
+    class Penalised(Wide):
+        def forward(self, x):
+            y = super().forward(x)
+            if torch.is_grad_enabled():
+                (slope,) = torch.autograd.grad(y.pow(2).sum(), self.middle.weight, create_graph=True)
+                y = y + slope.pow(2).mean()
+            return y
+
+    b = Penalised(2) if shape == "penalty" else Wide(2, bias=False)
+    net = Net(forward, a=Wide(1), b=b, c=Wide(3))
+    if shape == "frozen":
+        net.b.middle.requires_grad_(False)
+        net.a.up.bias.requires_grad_(False)
+    if shape == "checkpoint":
+        smp.set_activation_checkpointing(net.b)
+
+    def loss_of(model, x):
+        loss = model(x)
+        if shape == "several backwards":
+            more = model(x + 1)
+            model.backward(more) if isinstance(model, smp.DistributedModel) else (more / 6).backward()
+        return loss
+
+    model = check(net, {"a": 0, "b": 1, "c": 2}, loss_of=loss_of, pp=3, count=6, steps=4, pipeline="zero_bubble")
+    assert put_off(model) or smp.pp_rank() == 0  # nothing waits for what stage 0 computes
+
+
+@on_ranks(4)
+def test_replicas_reduce_gradients_that_come_later():
+    """A bucket must not be reduced before the last of its gradients is there."""
+    x = vectors(16)["x"]
+    start(2, microbatches=4, pipeline="zero_bubble")
+    net = Net(lambda net, x: net.b(net.a(x)).pow(2).mean(), a=Wide(1), b=Wide(2)).double()
+    plain = copy.deepcopy(net)
+    model = wrap(net, CHAIN)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+
+    @smp.step
+    def train(x):
+        loss = model(x)
+        model.backward(loss)
+        return loss
+
+    for _ in range(4):
+        optimizer.zero_grad()
+        theirs.zero_grad()
+        train(x.chunk(2)[smp.rdp_rank()])
+        plain(x).backward()
+        optimizer.step()
+        theirs.step()
+        for name, parameter in model.local_named_parameters():
+            same(parameter.grad, dict(plain.named_parameters())[name].grad, name)
+    assert put_off(model) or smp.pp_rank() == 0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("pipeline", ["auto", "zero_bubble", "interleaved"])
+@pytest.mark.parametrize("virtual_stages", [1, 2])
+def test_chunks_and_schedules_compute_the_same(pipeline, virtual_stages):
+    """Several visits to a stage, by every schedule, through the automatic partition."""
+    layers = {f"l{k}": Wide(k) for k in range(8)}
+
+    def forward(net, x):
+        for k in range(8):
+            x = getattr(net, f"l{k}")(x)
+        return x.pow(2).mean()
+
+    check(Net(forward, **layers), {}, count=4, steps=3, pipeline=pipeline, virtual_stages=virtual_stages)

@@ -1,0 +1,123 @@
+"""Which layout and which schedule: every candidate's step is simulated from the costs of a trace.
+
+    layouts (chunks per stage, how they are laid)  x  policies  ->  simulate each  ->  the fastest
+
+The simulation takes a model for a chain of modules in execution order, each charged with what runs around it. It is the
+same on every rank and in every run. What the steps then really do is planned from what a recorded step did.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from smp.pp.call import CALL
+from smp.pp.cost import ZERO, Costs
+from smp.pp.journal import Edge, EdgeKind, Journal, Work
+from smp.pp.partition import Assignment
+from smp.pp.segments import cut
+from smp.pp.simulate import Plan, Policy, simulate
+from smp.pp.split import Placement
+from smp.runtime import Runtime
+
+# What a message and an action cost beside the work, in seconds and bytes per second.
+LATENCY, BANDWIDTH, OVERHEAD = 50e-6, 5e9, 50e-6
+# More chunks and put-off gradients have costs that a simulation does not see: they have to win by so much.
+MARGIN = 0.01
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where modules lie, in how many chunks per stage."""
+
+    assignment: Assignment
+    virtual_stages: int
+    placement: Placement
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout, a policy, and the step that the two should give."""
+
+    layout: Layout
+    policy: Policy
+    plan: Plan
+
+    def __str__(self) -> str:
+        chunks = f", {self.layout.virtual_stages} chunks per stage" if self.layout.virtual_stages > 1 else ""
+        return (
+            f"schedule {self.policy.value}{chunks}: a step computes for {1e3 * self.plan.step_time:.3g} nominal ms, "
+            f"{100 * self.plan.bubble:.0f} % of them idle on the busiest stage"
+        )
+
+
+def policies_of(pipeline: str) -> list[Policy]:
+    """What the key `pipeline` allows, the simplest first."""
+    if pipeline == "auto":
+        return [Policy.INTERLEAVED, Policy.ZERO_BUBBLE]
+    return [Policy(pipeline)]
+
+
+def placement_of(pipeline: str, virtual_stages: int) -> Placement:
+    """How chunks are laid where the user has said how many: as a V where weight gradients can fill its bubbles."""
+    return "v" if pipeline == "zero_bubble" and virtual_stages > 1 else "loop"
+
+
+def plan_step(cuts: Sequence[object], rt: Runtime, policy: Policy) -> Plan:
+    """The plan of a step whose microbatches cost `cuts` (`ProgramCost`s), as the configuration allows."""
+    return simulate(
+        cuts,  # type: ignore[arg-type]
+        rt.topology.pp_size,
+        rt.config.active_microbatches,
+        policy,
+        latency=LATENCY,
+        bandwidth=BANDWIDTH,
+        overhead=OVERHEAD,
+    )
+
+
+def best_plan(cuts: Sequence[object], rt: Runtime, policies: Sequence[Policy]) -> Plan:
+    """The fastest of the policies' plans; a later one has to win by `MARGIN`."""
+    best: Plan | None = None
+    for policy in policies:
+        plan = plan_step(cuts, rt, policy)
+        if best is None or plan.step_time < (1 - MARGIN) * best.step_time:
+            best = plan
+    assert best is not None
+    return best
+
+
+def choose(root: nn.Module, layouts: Sequence[Layout], policies: Sequence[Policy], costs: Costs, rt: Runtime) -> Choice:
+    """The fastest combination; a later one has to win by `MARGIN`. Pure."""
+    best: Choice | None = None
+    for layout in layouts:
+        program = cut(chain(layout.assignment, costs), rt.topology.pp_size).cost
+        for policy in policies:
+            if policy is Policy.FORWARD_ONLY:
+                policy = Policy.INTERLEAVED  # the same order; the model refuses backwards
+            plan = plan_step([program] * rt.config.microbatches, rt, policy)
+            if best is None or plan.step_time < (1 - MARGIN) * best.plan.step_time:
+                best = Choice(layout, policy, plan)
+    assert best is not None
+    return best
+
+
+def chain(assignment: Assignment, costs: Costs) -> Journal:
+    """One microbatch of a model as a chain of its modules in execution order."""
+    names = [*costs.order, *(name for name in costs.charged if name not in set(costs.order))]
+    links: list[tuple[int, str]] = []
+    for name in names:
+        if costs.charged.get(name, ZERO).seconds:
+            stage = assignment.modules.get(name)
+            links.append((assignment.own.get(name, 0) if stage is None else stage, name))
+    forward: Journal = []
+    backward: Journal = []
+    for position, (stage, name) in enumerate(links):
+        cost = costs.charged[name]
+        if position and links[position - 1][0] != stage:
+            before, nbytes = links[position - 1][0], costs.own.get(links[position - 1][1], ZERO).output_bytes
+            forward.append(Edge(EdgeKind.MOVE, before, stage, nbytes))
+            backward.append(Edge(EdgeKind.GRADIENT, stage, before, nbytes))
+        forward.append(Work(stage, cost.forward + CALL))
+        backward.append(Work(stage, cost.backward + CALL, cost.weight))
+    return [*forward, Edge(EdgeKind.BACKWARD), *reversed(backward)]

@@ -1,0 +1,124 @@
+"""Gradients of weights put off: a backward that computes input gradients first.
+
+Nothing later in a backward waits for the gradient of a weight, so a schedule may compute it where a stage would idle
+(Qi et al., "Zero Bubble Pipeline Parallelism", 2023). Here the linear layers of a stage put theirs off; what they need
+for it, their input and the gradient of their output, is kept until then. All other gradients are computed as usual.
+
+    y = x w' + b      backward of a turn:  x.grad = g w            kept: (x, g)
+                      later, a W turn:     w.grad += g' x    b.grad += sum g
+
+Not put off, but computed at once: under autocast, where a weight is no leaf (a parametrization computes it), and in any
+backward but the pipeline's own (a gradient penalty inside a module).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn import functional as F
+
+from smp.pp.placed import current
+
+
+class Late(NamedTuple):
+    """Gradients of a weight (in its parameter's layout when `transposed` is False) and bias, to be computed."""
+
+    weight: Tensor
+    bias: Tensor | None
+    inputs: Tensor
+    gradient: Tensor
+    transposed: bool
+
+    def accumulate(self) -> None:
+        """Add them to the parameters; their hooks run as after any backward."""
+        roots, gradients = [], []
+        with torch.no_grad():
+            inputs = self.inputs.reshape(-1, self.inputs.shape[-1])
+            gradient = self.gradient.reshape(-1, self.gradient.shape[-1])
+            if self.weight.requires_grad:
+                roots.append(self.weight)
+                gradients.append(inputs.t() @ gradient if self.transposed else gradient.t() @ inputs)
+            if self.bias is not None and self.bias.requires_grad:
+                roots.append(self.bias)
+                gradients.append(gradient.sum(0))
+        with torch.enable_grad():
+            torch.autograd.backward([root.view_as(root) for root in roots], gradients)
+
+
+class _Linear(torch.autograd.Function):
+    """`x w' + b` (or `x w + b`, transposed), whose weight and bias gradients can wait."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, program: Any, transposed: bool) -> Tensor:
+        ctx.program, ctx.transposed = program, transposed
+        ctx.save_for_backward(x, weight, bias)
+        if transposed:
+            assert bias is not None
+            return _plain_addmm(bias, x, weight)
+        return _plain_linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors
+        to_input = None
+        if ctx.needs_input_grad[0]:
+            to_input = gradient @ (weight.t() if ctx.transposed else weight)
+        late = ctx.program.late
+        if late is not None:
+            late.append(Late(weight, bias, x, gradient, ctx.transposed))
+            return to_input, None, None, None, None
+        to_weight = to_bias = None
+        flat, inputs = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
+        if ctx.needs_input_grad[1]:
+            to_weight = inputs.t() @ flat if ctx.transposed else flat.t() @ inputs
+        if ctx.needs_input_grad[2]:
+            to_bias = flat.sum(0)
+        return to_input, to_weight, to_bias, None, None
+
+
+_plain_linear = F.linear
+_plain_addmm = torch.addmm
+
+
+def _can_wait(x: Any, weight: Any, bias: Any) -> Any:
+    """The program in one of whose nodes this layer runs, if it may put its gradients off."""
+    program = current.program
+    if program is None or not program.in_node or type(weight) is not Parameter or not torch.is_grad_enabled():
+        return None
+    trains = weight.requires_grad or (bias is not None and bias.requires_grad)
+    if not trains or (bias is not None and type(bias) is not Parameter) or x.device.type == "meta":
+        return None
+    if torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling():
+        return None
+    return program if torch._C._functorch.peek_interpreter_stack() is None else None
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    program = _can_wait(input, weight, bias)
+    if program is None:
+        return _plain_linear(input, weight, bias)
+    return _Linear.apply(input, weight, bias, program, False)
+
+
+def _addmm(input: Any, *args: Any, **kwargs: Any) -> Tensor:
+    if len(args) == 2 and not kwargs and isinstance(input, Tensor) and input.dim() == 1:
+        program = _can_wait(args[0], args[1], input)
+        if program is not None:
+            return _Linear.apply(args[0], args[1], input, program, True)
+    return _plain_addmm(input, *args, **kwargs)
+
+
+@contextmanager
+def late_weights() -> Iterator[None]:
+    """Linear layers (`F.linear`, and `torch.addmm` as GPT-2 uses it) put their weights' gradients off inside it, in
+    programs whose `late` is a list."""
+    F.linear = _linear
+    torch.addmm = _addmm  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.linear = _plain_linear
+        torch.addmm = _plain_addmm
