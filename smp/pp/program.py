@@ -60,6 +60,7 @@ class Program:
         self.journal: Journal | None = None  # filled while a program is recorded for a plan
         self._backward_work: dict[int, Work] = {}
         self.late: list[Late] | None = None  # gradients of weights that this turn puts off; None: none is put off
+        self.in_backward = False
         self._unreleased: list[Node] = []
         self._put_off: dict[int, tuple[list[Late], list[Node]]] = {}  # by segment
         self._cut: Cut | None = None
@@ -192,6 +193,10 @@ class Program:
         self.late, self._unreleased = [], []
         if not deferred:
             self.run_deferred(segment)
+
+    def puts_off(self) -> bool:
+        """Whether a linear layer whose backward runs now is to leave the gradients of its weights for later."""
+        return self.in_backward and self.late is not None
 
     def run_deferred(self, segment: int) -> None:
         """Compute the gradients of weights that the backward of that segment has put off."""
@@ -548,7 +553,9 @@ class Program:
         if self.num_backwards == 1:
             self.tape.forget_data()
             self._meet(EdgeKind.BACKWARD)
+        self.in_backward = True
         self.on_plain_tensors("backward", self.tape.backward, (seeds, self), {})
+        self.in_backward = False
         self.step.streams.leave(seed)
 
     def _seed(self, value: Value, gradient: Any, scale: float) -> torch.Tensor | None:

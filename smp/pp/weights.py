@@ -54,7 +54,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, program: Any, transposed: bool) -> Tensor:
         ctx.program, ctx.transposed = program, transposed
-        ctx.save_for_backward(x, weight, bias)
+        ctx.recomputed = program.in_backward  # what runs backward through a recomputation is somebody else's
+        ctx.parameters = weight, bias  # themselves: under checkpointing, what is saved comes back as a copy
+        ctx.save_for_backward(x, weight)
         if transposed:
             assert bias is not None
             return _plain_addmm(bias, x, weight)
@@ -62,13 +64,13 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
         to_input = None
         if ctx.needs_input_grad[0]:
             to_input = gradient @ (weight.t() if ctx.transposed else weight)
-        late = ctx.program.late
-        if late is not None:
-            late.append(Late(weight, bias, x, gradient, ctx.transposed))
+        if ctx.program.puts_off() and not ctx.recomputed:
+            parameter, bias = ctx.parameters
+            ctx.program.late.append(Late(parameter, bias, x, gradient, ctx.transposed))
             return to_input, None, None, None, None
         to_weight = to_bias = None
         flat, inputs = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
