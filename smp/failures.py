@@ -38,9 +38,10 @@ DEADLOCK_AFTER = 20.0  # seconds after which a wait looks whether it is part of 
 DEADLOCK_STABLE = 5.0  # seconds for which a deadlock has to stay unchanged to be believed
 SPIN = 40  # tests in a row before the first sleep
 FIRST_SLEEP, LONGEST_SLEEP = 20e-6, 1e-3
-# Large messages travel in parts, each when both sides test. So a wait tests for a moment between two sleeps, and longer
-# while parts are coming: a test that moves one is slower, by BUSY seconds and more, than one that finds nothing.
-WARM, HOT, BUSY = 30e-6, 200e-6, 3e-6
+# Large messages travel in parts, each when both sides test. So a wait tests again and again while parts are coming: a
+# test that moves one is slower, by BUSY seconds and more, than one that finds nothing. One that finds nothing is
+# followed by sleep: processes that wait should leave the processors to those that compute.
+HOT, BUSY = 200e-6, 3e-6
 EXIT_GRACE = 1.5  # seconds for messages of a rank that has left to arrive
 ABORT_GRACE = 5.0  # seconds in which the rank that failed first should end the job for all
 
@@ -119,16 +120,16 @@ class Monitor:
         wait = self._enter(Wait(call, ranks))
         try:
             pause, fastest = FIRST_SLEEP, 1.0
-            while not test():
+            while True:
                 self.advance()
                 self._check(wait)
-                before = time.perf_counter()
-                until = before + WARM
-                while before < until:
+                now = until = time.perf_counter()
+                while now <= until:
+                    before = now
                     if test():
                         return
                     now = time.perf_counter()
-                    took, before = now - before, now
+                    took = now - before
                     fastest = min(fastest, took)
                     if took > 3 * fastest + BUSY:  # it moved a part of a large message; the next part follows
                         until, pause = now + HOT, FIRST_SLEEP

@@ -35,7 +35,7 @@ def test_a_wait_that_is_over_returns_at_once() -> None:
     """A failure means that every message pays for the deadline."""
     monitor = make()
     monitor.wait(lambda: True, "smp.barrier(WORLD)", range(4))
-    calls = iter([False] * 200)
+    calls = iter([False] * 80)
     monitor.wait(lambda: next(calls, True), "smp.barrier(WORLD)", range(4))
     assert not monitor._waits
 
