@@ -405,7 +405,7 @@ class _Objects:
                 _set(state, later)
 
 
-_DEPTH = 3
+_DEPTH = 4
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _NEVER = (Tensor, nn.Module, type, type(re), type(flatten), type(len), torch.Generator)
 

@@ -1,5 +1,6 @@
 """With activation checkpointing a run computes what it computes without."""
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,6 +17,7 @@ from smp.patches.checkpoint import checkpoint, checkpoint_sequential
 from tests.harness import on_ranks
 from tests.parity.compare import Setup, assert_close, check
 from tests.parity.test_hf import MODELS
+from tests.parity.test_random_programs import case_of
 from tests.parity.zoo import VOCABULARY, WIDTH, ZOO, Block
 
 TOLERANCE = 1e-9  # float64
@@ -74,7 +76,12 @@ def test_with_replicas_and_tensor_parallel_parts() -> None:
         mark_places("chain")(module)
 
     setup = Setup(pp=2, microbatches=2, dtype=torch.float64)
-    check(ZOO["chain"], setup, prepare=mark_places("chain"))
+    for strategy in ("each", "contiguous"):  # gradients are reduced when no node can reach them any more
+        check(
+            ZOO["chain"],
+            setup,
+            prepare=lambda module, strategy=strategy: smp.set_activation_checkpointing(module.body, strategy=strategy),  # type: ignore[misc]
+        )
     check(ZOO["chain"], replace(setup, tp=2), prepare=split)
     check(ZOO["chain"], replace(setup, pp=1, tp=2), prepare=split)
 
@@ -183,6 +190,21 @@ def test_masks_statistics_and_autocast(pp: int) -> None:
             assert_close(tensor, tensors[name], TOLERANCE, f"{way}: {name}")
         if "body.4.num_batches_tracked" in got:
             assert int(got["body.4.num_batches_tracked"]) == 4
+
+
+@on_ranks(2)
+def test_random_programs_with_random_marks() -> None:
+    """Combinations that nobody thought of."""
+    for seed in range(300, 306):
+        draw = random.Random(seed)
+
+        def mark(module: nn.Module, draw: random.Random = draw) -> None:
+            for part in module.modules():
+                if part is not module and not isinstance(part, nn.ModuleList) and draw.random() < 0.7:
+                    smp.set_activation_checkpointing(part)
+
+        setup = Setup(pp=2, microbatches=2, rows=3, auto=seed % 3 == 0, config={"offload_activations": seed % 2 == 0})
+        check(case_of(seed), setup, prepare=mark)
 
 
 @on_ranks(2)
