@@ -7,7 +7,6 @@
 Nothing that the run does stays: gradients are computed aside, buffers are copies, and random generators are set back.
 """
 
-import copy
 import functools
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from smp.nested import map_leaves
 from smp.pp.cost import ZERO, Costs, ModuleCost
 from smp.pp.meter import storage_key
 from smp.pp.placed import Placed
-from smp.pp.trace import tracing
+from smp.pp.trace import own_copy, tracing, twin_of
 from smp.pp.tree import has_parameters, is_inside
 
 _REPEATS = 2  # the first run of an operation also reserves memory and loads code; the faster one counts
@@ -55,7 +54,7 @@ def measure(
     found: dict[str, list[ModuleCost]] = {}
     try:
         with tracing(), torch.inference_mode(False), torch.enable_grad():
-            twin = copy.deepcopy(module, {id(p): p for p in module.parameters()})
+            twin = twin_of(module, {id(p): p for p in module.parameters()})
             for name, part in _measured_parts(twin, costs):
                 part.__dict__["_call_impl"] = _timed(name, part, found)
             device = next((p.device for p in module.parameters()), torch.device("cpu"))
@@ -173,7 +172,7 @@ def _real(leaf: Any, device: torch.device) -> Any:
     if type(leaf) is Placed:
         value = leaf.value
         return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device).fill_(1)
-    return leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf
+    return leaf.detach().to(device) if isinstance(leaf, Tensor) else own_copy(leaf)
 
 
 def _merged(costs: Costs, found: dict[str, ModuleCost], times: bool, memory: bool) -> Costs:

@@ -108,9 +108,13 @@ def trace(
 def _run(
     module: nn.Module, args: Any, kwargs: Any, device: torch.device, recomputed: Recomputed, with_grad: bool
 ) -> Costs:
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.inference_mode(False):
-        tensors = [*_tensors(module), *_held_tensors(module)]
-        twin = copy.deepcopy(module, {id(t): _fake_twin(t, device) for t in tensors})
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.inference_mode(False):
+        with mode:
+            known = {id(t): _fake_twin(t, device) for t in _tensors(module)}
+        twin = twin_of(module, known)
+        args, kwargs = map_leaves(own_copy, (args, kwargs))
+    with mode, torch.inference_mode(False):
         names = {name for name, part in module.named_modules() if recomputed(part)}
         ledger = Ledger(survey(twin), device.type, names.__contains__)
         for name, child in list(twin.named_modules()):
@@ -227,6 +231,29 @@ def _fake_twin(tensor: Tensor, device: torch.device) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake
+
+
+def twin_of(module: nn.Module, known: dict[int, Any]) -> nn.Module:
+    """A copy of a module tree that has the tensors of `known`, by id of the original, in their places.
+
+    Results of earlier computations that modules keep as attributes are copied without their history.
+    """
+    for part in module.modules():
+        for value in part.__dict__.values():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                known[id(value)] = value.detach().clone()
+    return copy.deepcopy(module, known)
+
+
+def own_copy(leaf: Any) -> Any:
+    """An object that the model may write to (a cache), copied; as it is where it cannot be copied. Tensors are not
+    copied."""
+    if isinstance(leaf, Tensor):
+        return leaf
+    try:
+        return copy.deepcopy(leaf)
+    except Exception:  # anything can go wrong in a stranger's __deepcopy__
+        return leaf
 
 
 def _fake(mode: FakeTensorMode, leaf: Any) -> Any:

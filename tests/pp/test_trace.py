@@ -390,3 +390,37 @@ def test_every_rank_knows_the_same_costs_and_a_measured_run_changes_nothing():
     for tensors, tensors_measured in zip(state, state_measured, strict=True):
         assert len(tensors) == len(tensors_measured) > 0 or smp.pp_rank() == 1
         assert all(torch.equal(a, b) for a, b in zip(tensors, tensors_measured, strict=True))
+
+
+class Cache:
+    """An object that a script passes in and models write to, as key/value caches are."""
+
+    def __init__(self):
+        self.states = [torch.zeros(1, 4)]
+        self.calls = 0
+
+    def update(self, x):
+        self.calls += 1
+        self.states.append(torch.cat([self.states[-1], x]))
+        return self.states[-1]
+
+
+def test_objects_that_the_model_writes_to_are_as_before():
+    """A cache filled by the trace would hold fake tensors, on rank 0 only."""
+    cache, shared = Cache(), {"cache": Cache()}
+    net = Code(lambda net, x, cache, more: net.a(cache.update(x)) + more["cache"].update(x).sum(), a=nn.Linear(4, 4))
+    costs = trace(net, (torch.zeros(3, 4), cache), {"more": shared})
+    assert costs is not None and costs.shapes["a"] == ((4, 4),)
+    assert measure(net, (torch.zeros(3, 4), cache), {"more": shared}, costs, True, True) is not None
+    for seen in (cache, shared["cache"]):
+        assert seen.calls == 0 and len(seen.states) == 1
+
+
+def test_tensors_that_modules_keep_as_attributes_do_not_stop_the_trace():
+    """Tables and results of earlier calls are neither parameters nor buffers, and cannot always be copied."""
+    net = Code(lambda net, x: net.a(x) * net.table[: x.shape[1]] + net.result, a=nn.Linear(4, 4))
+    net.table, net.result = torch.arange(9.0), net.a(torch.zeros(1, 4))
+    costs = trace(net, (torch.zeros(3, 4),), {})
+    assert costs is not None and not costs.opaque
+    assert measure(net, (torch.zeros(3, 4),), {}, costs, True, True) is not None
+    assert net.result.grad_fn is not None
