@@ -10,7 +10,7 @@ module runs on which stage. `recomputed` runs one piece of code that way, over t
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeGuard, cast
@@ -453,8 +453,17 @@ def current_offload() -> Offload | None:
     return found
 
 
-def prefetch(microbatches: Sequence[int]) -> None:
-    """Start to copy back what is offloaded of these microbatches, whose backward comes soon. Others are untouched."""
+def loading_horizon() -> int:
+    """How many turns of a pipeline ahead of use offloaded activations shall come back; 0 when none are offloaded."""
+    return 0 if current_offload() is None else runtime.get().config.activation_loading_horizon
+
+
+def prefetch(microbatches: Iterable[int]) -> None:
+    """Start to copy back what is offloaded of these microbatches, whose backward comes soon, the first one first.
+
+    To be called ahead of each turn, with the microbatches whose backward is among the next `loading_horizon()` turns on
+    this stage. What is there already, and other microbatches, are left alone.
+    """
     offload = current_offload()
     if offload is not None:
         offload.prefetch(microbatches)

@@ -10,7 +10,7 @@ A pipeline knows further ahead: `prefetch` brings back all parcels of the microb
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -59,7 +59,7 @@ class Offload:
             self._put_away[tensor] = version, weakref.ref(packed)
         return packed
 
-    def prefetch(self, microbatches: Sequence[int]) -> None:
+    def prefetch(self, microbatches: Iterable[int]) -> None:
         """Start to load all parcels of these microbatches."""
         for microbatch in microbatches:
             for parcel in self._living(microbatch):
