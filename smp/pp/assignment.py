@@ -21,13 +21,13 @@ from torch import nn
 
 from smp.activation import is_checkpointed
 from smp.errors import PartitionError
-from smp.pp.choose import Layout, choose, placement_of, policies_of
+from smp.pp.choose import BANDWIDTH, Layout, choose, placement_of, policies_of
 from smp.pp.cost import ZERO, Costs, ModuleCost
 from smp.pp.measure import measure
 from smp.pp.partition import Assignment, Balance, Placement, assign, memory_bytes, pin_of, placed_by_hand
 from smp.pp.simulate import Policy
 from smp.pp.stages import StageMap
-from smp.pp.tied import replicable
+from smp.pp.tied import exchange_bytes, replicable
 from smp.pp.trace import trace
 from smp.runtime import Runtime
 from smp.topology import CommGroup
@@ -94,19 +94,32 @@ def _decide_alone(module: nn.Module, rt: Runtime, costs: Costs | None) -> Decisi
         stored = load(config.partition_file, module, degrees)
         return _scheduled(module, rt, [Layout(stored.assignment, config.virtual_stages, "loop")], stored.costs)
     by_hand = placed_by_hand(module, config.auto_partition)
-    apart = replicable(module, config.replicate_tied, by_hand, costs, config.microbatches)
+    apart = [replicable(module, config.replicate_tied, by_hand)]
+    choosing = config.auto_partition and costs is not None
+    if config.replicate_tied == "auto" and choosing:
+        apart += {replicable(module, True, by_hand, quiet=True)} - {*apart}
 
-    def layout(virtual_stages: int, placement: Placement) -> Layout:
+    def layouts_of(virtual_stages: int, placement: Placement) -> list[Layout]:
         balance = Balance(config.memory_weight, virtual_stages, placement)
-        assignment = assign(
-            module, rt.topology.pp_size, config.auto_partition, config.default_partition, costs, balance, apart
-        )
-        return Layout(assignment, virtual_stages, placement)
+        found: list[Layout] = []
+        for replicated in apart:
+            try:
+                assignment = assign(
+                    *(module, rt.topology.pp_size, config.auto_partition, config.default_partition, costs, balance),
+                    replicable=replicated,
+                )
+            except PartitionError:  # too few modules, which may be more when those that share a weight are taken apart
+                if found or replicated is not apart[-1]:
+                    continue
+                raise
+            exchange = exchange_bytes(module, assignment.stage_of) / BANDWIDTH
+            found.append(Layout(assignment, virtual_stages, placement, exchange))
+        return found
 
-    layouts = [layout(config.virtual_stages, placement_of(config.pipeline, config.virtual_stages))]
-    if config.pipeline == "auto" and config.auto_partition and config.virtual_stages == 1 and costs is not None:
+    layouts = layouts_of(config.virtual_stages, placement_of(config.pipeline, config.virtual_stages))
+    if config.pipeline == "auto" and choosing and config.virtual_stages == 1:
         with contextlib.suppress(PartitionError):  # too few modules for more chunks
-            layouts += [layout(2, "loop"), layout(2, "v")]
+            layouts += [*layouts_of(2, "loop"), *layouts_of(2, "v")]
     decision = _scheduled(module, rt, layouts, costs)
     if config.partition_file is not None:
         save(config.partition_file, module, degrees, decision)

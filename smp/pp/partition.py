@@ -112,6 +112,11 @@ class Assignment:
     modules: dict[str, int | None]
     own: dict[str, int]
 
+    def stage_of(self, name: str) -> int:
+        """The stage of a module, or of a glue module's own parameters."""
+        stage = self.modules.get(name)
+        return self.own.get(name, 0) if stage is None else stage
+
 
 @dataclass(frozen=True)
 class Balance:

@@ -11,7 +11,7 @@ be replicated is decided before the partition; whether one is follows from where
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import nn
 
@@ -21,13 +21,6 @@ from smp.pp.placed import Value
 from smp.tp.registry import used_parameters
 
 Policy = bool | Literal["auto"]
-
-
-class OutputCost(Protocol):
-    """What is asked of a module's cost."""
-
-    @property
-    def output_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,53 +53,24 @@ def obstacle(shared: Shared) -> str | None:
     return None
 
 
-def should_replicate(
-    parameter_bytes: int, moved_bytes: int, num_microbatches: int, num_holders: int = 2, saved_seconds: float = 0.0,
-    bandwidth: float = float("inf"),
-) -> bool:  # fmt: skip
-    """Whether summing the gradient over the holders costs less than bringing the users' inputs to one stage.
-
-    Args:
-        parameter_bytes: size of the parameter.
-        moved_bytes: what one microbatch sends one way when the users are on one stage: the hidden state, which goes
-            there in the forward and whose gradient comes back.
-        num_microbatches: of one optimizer step, accumulation included: the gradient is summed once for all of them.
-        num_holders: stages that would hold the parameter.
-        saved_seconds: what the step gains besides, in seconds (a shorter way through the pipeline).
-        bandwidth: bytes per second between stages; without it only bytes are compared.
-    """
-    exchange = 2 * parameter_bytes * (num_holders - 1)
-    moves = 2 * moved_bytes * num_microbatches * (num_holders - 1)
-    if bandwidth == float("inf"):
-        return exchange < moves
-    return exchange / bandwidth < moves / bandwidth + saved_seconds
-
-
-def replicable(
-    root: nn.Module,
-    policy: Policy,
-    by_hand: Mapping[str, int],
-    costs: Mapping[str, OutputCost] | None = None,
-    num_microbatches: int = 1,
-) -> frozenset[int]:
+def replicable(root: nn.Module, policy: Policy, by_hand: Mapping[str, int], quiet: bool = False) -> frozenset[int]:
     """Ids of the parameters whose users the partition need not keep together.
 
-    Pure, apart from a warning. `by_hand`: name of each module placed by hand -> its stage. With the policy "auto" a
-    parameter is replicated where its users were placed by hand on different stages, else when `costs` (by module name,
-    of one microbatch) say that it pays; without costs they are kept together.
+    Pure, apart from a warning, which `quiet` leaves out. `by_hand`: name of each module placed by hand -> its stage.
+    With the policy "auto" those whose users were placed by hand on different stages; whether others pay is for a
+    simulation of the step to say, which compares this set with that of True.
     """
     if policy is False:
         return frozenset()
     found = set()
     for shared in shared_parameters(root):
         stages = {by_hand[name] for name, _ in shared.users if name in by_hand}
-        wanted = policy is True or len(stages) > 1 or _pays(shared, costs, num_microbatches)
-        if not wanted:
+        if policy == "auto" and len(stages) < 2:
             continue
         why = obstacle(shared)
         if why is None:
             found.add(id(shared.parameter))
-        else:
+        elif not quiet:
             log.warn_rank0(
                 "the weight that %s share is not replicated: %s. Its modules are placed on one stage",
                 " and ".join(f"'{name}'" for name, _ in shared.users),
@@ -115,12 +79,15 @@ def replicable(
     return frozenset(found)
 
 
-def _pays(shared: Shared, costs: Mapping[str, OutputCost] | None, num_microbatches: int) -> bool:
-    sizes = [costs[name].output_bytes for name, _ in shared.users if name in costs] if costs else []
-    if len(sizes) < 2:
-        return False
-    # The hidden state that a table gives and a head takes is the smallest of what its users give: logits are larger.
-    return should_replicate(shared.parameter.nbytes, min(sizes), num_microbatches)
+def exchange_bytes(root: nn.Module, stage_of_module: Callable[[str], int]) -> int:
+    """What a stage sends and receives in a step so that its copies stay equal: every tied gradient there and back, for
+    each stage beyond the first."""
+    total = 0
+    for shared in shared_parameters(root):
+        stages = {stage_of_module(name) for name, _ in shared.users}
+        if shared.parameter.requires_grad:
+            total += 2 * shared.parameter.nbytes * (len(stages) - 1)
+    return total
 
 
 # What glue code reads

@@ -23,6 +23,7 @@ from tests.parity.compare import (
     assert_same,
     batch_parts,
     build,
+    check,
     job_batch,
     plain_run,
     rows_of,
@@ -166,11 +167,22 @@ def test_split_table_and_head_on_two_stages(prescaled):
 
 
 @on_ranks(2)
-def test_kept_together_when_told_so():
-    """replicate_tied False; and by default where few tokens make moves cheaper than the gradient of a table."""
+def test_kept_together_or_as_a_simulated_step_is_faster():
+    """replicate_tied False; and by default whatever the planner finds better."""
     check_apart(Setup(pp=2, microbatches=2, config={"replicate_tied": False}), optimizer=sgd, expected=0)
-    check_apart(Setup(pp=2, microbatches=2, rows=1, auto=True), optimizer=sgd, expected=0)
-    check_apart(Setup(pp=2, microbatches=2, rows=3, auto=True), optimizer=sgd, expected=1)
+    runtime.reset()
+    check(APART, Setup(pp=2, microbatches=4, auto=True), sgd)
+
+
+@on_ranks(2)
+def test_schedules_that_put_gradients_of_weights_off_or_have_several_chunks():
+    """The head's gradient comes late under zero_bubble; with chunks, table and head may be on one stage again."""
+    config = {"replicate_tied": True, "pipeline": "zero_bubble"}
+    check_apart(Setup(pp=2, microbatches=4, steps=3, dtype=DOUBLE, config=config))
+    check_apart(Setup(pp=2, microbatches=4, steps=3, dtype=DOUBLE, auto=True, config={**config, "virtual_stages": 1}))
+    chunks = {"replicate_tied": True, "virtual_stages": 2}
+    check_apart(Setup(pp=2, microbatches=4, steps=3, dtype=DOUBLE, auto=True, config=chunks))
+    check(APART, Setup(pp=2, microbatches=4, steps=3, dtype=DOUBLE, auto=True, config={"pipeline": "auto"}), adam)
 
 
 # -- passes ------------------------------------------------------------------------------------------------------------

@@ -9,9 +9,13 @@ from torch import nn
 
 import smp
 from smp import StepError
+from smp.config import resolve
+from smp.pp.assignment import _decide_alone
+from smp.pp.cost import Costs, ModuleCost
 from smp.pp.partition import assign, placed_by_hand
 from smp.pp.stages import StageMap
-from smp.pp.tied import obstacle, owner_of_call, refuse_write, replicable, shared_parameters, should_replicate
+from smp.pp.tied import exchange_bytes, obstacle, owner_of_call, refuse_write, replicable, shared_parameters
+from smp.topology import Topology
 
 
 class Language(nn.Module):
@@ -29,33 +33,16 @@ def pin(module, stage):
     module.__dict__["_smp_pinned_to_stage"] = stage
 
 
-def chosen(model, policy, costs=None, microbatches=1, auto=True):
-    return replicable(model, policy, placed_by_hand(model, auto), costs, microbatches)
-
-
-def cost(output_bytes):
-    return SimpleNamespace(output_bytes=output_bytes)
-
-
-def test_the_exchange_is_weighed_against_the_moves():
-    """The gradient is summed once for a step, the hidden state moves there and back for every microbatch."""
-    assert should_replicate(100, 60, 2)
-    assert not should_replicate(100, 50, 2)
-    assert not should_replicate(100, 60, 1)
-    assert should_replicate(100, 60, 1, saved_seconds=1.0, bandwidth=200)
-    assert not should_replicate(100, 60, 1, saved_seconds=0.1, bandwidth=200)
+def chosen(model, policy, auto=True):
+    return replicable(model, policy, placed_by_hand(model, auto))
 
 
 def test_policies():
-    """False keeps together, True does not; "auto" asks hands, then costs."""
+    """False keeps together, True does not; "auto" goes by what was placed by hand."""
     model = Language()
     weight = {id(model.table.weight)}
     assert chosen(model, False) == chosen(model, "auto") == set()
     assert chosen(model, True) == weight
-    nbytes = model.table.weight.nbytes
-    costs = {"table": cost(nbytes // 2), "head": cost(10 * nbytes)}
-    assert chosen(model, "auto", costs, 1) == set()
-    assert chosen(model, "auto", costs, 4) == weight
     pin(model.head, 1)
     assert chosen(model, "auto") == set()  # the table follows the pin
     pin(model.table, 0)
@@ -63,6 +50,43 @@ def test_policies():
     assert chosen(model, False) == set()
     pin(model.table, 1)
     assert chosen(model, "auto") == set()
+
+
+def decided(model, policy, costs, microbatches=4):
+    """The stages of table and head that rank 0 decides on."""
+    config = resolve(
+        {"partitions": 2, "microbatches": microbatches, "replicate_tied": policy, "memory_weight": 0.0}, {}
+    )
+    fake = SimpleNamespace(config=config, topology=Topology(2, 2))
+    modules = _decide_alone(model, fake, costs).assignment.modules
+    return modules["table"], modules["head"]
+
+
+def test_auto_takes_what_a_simulated_step_is_faster_with():
+    """The trip of hidden states to the table's stage against the sum of the gradient."""
+
+    def costs(hidden_bytes):
+        table, body = ModuleCost(0.001, 0.002, output_bytes=hidden_bytes), ModuleCost(1, 2, output_bytes=hidden_bytes)
+        own = {"table": table, "body.0": body, "body.1": body, "head": ModuleCost(2, 4)}
+        return Costs(tuple(own), own, own)
+
+    slow, fast = costs(10**10), costs(10)
+    assert decided(Language(), "auto", slow) == decided(Language(), True, slow) == (0, 1)
+    assert decided(Language(), "auto", fast) == decided(Language(), False, slow) == (0, 0)
+    assert decided(Language(), "auto", None) == decided(Language(max_norm=1.0), "auto", slow) == (0, 0)
+    large = Language()
+    large.table.weight = large.head.weight = nn.Parameter(torch.empty(10**6, 10**6, device="meta"))
+    assert decided(large, "auto", slow) == (0, 0)  # 4 TB of gradient
+
+
+def test_the_exchange_is_what_holders_beyond_the_first_add():
+    """There and back; frozen weights and those on one stage cost nothing."""
+    model = Language()
+    places = {"table": 0, "head": 2}
+    assert exchange_bytes(model, lambda name: places[name]) == 2 * 10 * 4 * 4
+    assert exchange_bytes(model, lambda name: 1) == 0
+    model.table.weight.requires_grad_(False)
+    assert exchange_bytes(model, lambda name: places[name]) == 0
 
 
 def test_the_partition_takes_users_apart_only_when_allowed():
