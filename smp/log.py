@@ -72,8 +72,8 @@ def forget_warnings() -> None:
 
 @contextmanager
 def long_phase(name: str, after: float | None = None) -> Iterator[None]:
-    """Says on world rank 0 that a phase is running when it takes longer than `after` seconds (None: `LONG`), and how long
-    it took.
+    """Says on world rank 0 that a phase is running when it takes longer than `after` seconds (None: `LONG`), and how
+    long it took.
 
     A user who sees nothing cannot tell waiting from hanging.
     """

@@ -68,6 +68,8 @@ def _warm(pair: Pair, rank: int, group: dist.ProcessGroup, device: torch.device)
 class PairMoves:
     """Sends and receives tensors like a `Transport`; tags only name messages, order is what matches them."""
 
+    in_order = True
+
     def __init__(self, transport: Transport, groups: Mapping[Pair, Any]) -> None:
         self._transport = transport
         self._groups = groups

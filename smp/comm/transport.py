@@ -54,6 +54,8 @@ class Request(ABC):
 class Moves(Protocol):
     """What the pipeline needs to move tensors."""
 
+    in_order: bool
+
     def isend(self, tensor: Tensor, dest: int, tag: int = ..., channel: Channel = ...) -> Request: ...
 
     def irecv(self, buffer: Tensor, source: int, tag: int = ..., channel: Channel = ...) -> Request: ...
@@ -67,6 +69,8 @@ class Moves(Protocol):
 
 class Transport(ABC):
     """Messages between world ranks. Tags are below 2**30; messages of one pair, channel and tag keep their order."""
+
+    in_order = False  # whether order alone matches messages, so that they must be received as they are sent
 
     def __init__(self, world: World, monitor: Monitor) -> None:
         self.world = world

@@ -2,7 +2,7 @@
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from smp.pp.observe import Observers
     from smp.pp.placed import Value
     from smp.pp.program import Program
-    from smp.pp.record import Recorder
+    from smp.pp.record import Measured, Recorder
+    from smp.pp.schedule import ProgramCost
     from smp.pp.simulate import Plan
     from smp.pp.stages import StageMap
     from smp.pp.tape import Node
@@ -57,7 +58,10 @@ class Engine:
         self.structures: dict[Any, Structure] = {}
         self.debug: Comparison | None = None
         self.recorder: Recorder | None = None  # while a timeline is active
-        self.last_plan: Plan | None = None  # of the last step; None where it had none
+        # Of the last step: its plan (None where it had none), what the plan was made from, how long actions took here.
+        self.last_plan: Plan | None = None
+        self.last_costs: Sequence[ProgramCost] = ()
+        self.last_measured: Sequence[Measured] = ()
         self.backward: Callable[[list[Any], list[Any]], None] = _no_backward
         self._partition = partition
         self._managed = managed

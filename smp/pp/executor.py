@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from smp.bootstrap import AUTOCAST_DEVICES, device_state
 from smp.pp.placed import current
 from smp.pp.program import Program
-from smp.pp.record import SpanKind
+from smp.pp.record import Measured, SpanKind
 from smp.pp.schedule import Action, ActionKind
 
 _SPAN_KINDS = {
@@ -43,13 +43,6 @@ class Phase(enum.Enum):
     PAUSED = enum.auto()
     PARKED = enum.auto()  # it has left the plan
     ENDED = enum.auto()
-
-
-class Measured(NamedTuple):
-    """How long an action took on this rank, in seconds, without its waits."""
-
-    action: Action
-    seconds: float
 
 
 class _Unwind(BaseException):

@@ -22,6 +22,7 @@ from smp.bootstrap import AUTOCAST_DEVICES
 from smp.nested import flatten
 from smp.pp.choose import best_plan
 from smp.pp.journal import Journal
+from smp.pp.schedule import ActionKind
 from smp.pp.segments import Cut, cut
 from smp.pp.simulate import Plan, Policy
 from smp.pp.stages import StageMap
@@ -74,6 +75,8 @@ class Planner:
         reason = next((answer[1] for answer in answers if answer[1]), "")
         if not reason and any(answer[0] != digest for answer in answers):
             reason = "ranks do different things in it"
+        if not reason and plan is not None and rt.moves.in_order and not keeps_order(plan, cuts):
+            reason = "values would be received in another order than they are sent, which this device cannot"
         if reason:
             log.info_rank0(
                 "%s: microbatches run one phase after the other, which leaves stages idle, because %s",
@@ -94,6 +97,26 @@ class Planner:
         log.info_rank0(
             "%s: what it does changes from step to step, so its microbatches run one phase after the other", self._name
         )
+
+
+def keeps_order(plan: Plan, cuts: Sequence[Cut]) -> bool:
+    """Whether on every ordered pair of stages messages are received in the order in which they are sent.
+
+    Messages without tags (NCCL's) are matched by their order alone.
+    """
+    sent: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    received: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for stage, row in enumerate(plan.actions):
+        for kind, microbatch, index in row:
+            if kind is ActionKind.WEIGHT:
+                continue
+            cost = cuts[microbatch].cost
+            mine = [s for s in cost.segments if s.stage == stage and s.kind is kind]
+            for message in mine[index].waits:
+                received.setdefault((cost.messages[message].source, stage), []).append((microbatch, message))
+            for message, _ in mine[index].sends:
+                sent.setdefault((stage, cost.messages[message].dest), []).append((microbatch, message))
+    return sent == received
 
 
 def kind_of(arguments: dict[str, Any], count: int, root: nn.Module) -> Any:

@@ -15,6 +15,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from smp.pp.schedule import Action
+
 if TYPE_CHECKING:
     from smp.pp.simulate import Plan
 
@@ -66,6 +68,13 @@ class StepRecord:
     def actions(self) -> list[Span]:
         """The spans of forward, backward and weight actions, in order."""
         return [span for span in self.spans if span.kind not in (SpanKind.WAIT, SpanKind.MOVE)]
+
+
+class Measured(NamedTuple):
+    """How long an action took on a rank, in seconds, without its waits."""
+
+    action: Action
+    seconds: float
 
 
 class Recorder:

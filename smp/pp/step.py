@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from smp import log, rng, runtime
+from smp import activation, log, rng, runtime
 from smp.errors import StepError
 from smp.nested import flatten, map_leaves
 from smp.pp import stages as stages_mod
 from smp.pp.choose import policies_of
 from smp.pp.engine import Engine, Reach, StepContext
 from smp.pp.executor import Turns
+from smp.pp.forecast import forecast
 from smp.pp.inputs import place_arguments, share_arguments, share_outputs, share_written
 from smp.pp.intercept import intercepted
 from smp.pp.microbatch import merge_outputs, split_arguments
@@ -138,16 +139,17 @@ class _StepFunction:
         if rt.model is not None:
             rt.model._after_step()
             if rt.model._had_backward:
-                self._note_duration(time.monotonic() - begin)
+                self._note_duration(rt, time.monotonic() - begin)
         return result
 
-    def _note_duration(self, seconds: float) -> None:
+    def _note_duration(self, rt: Runtime, seconds: float) -> None:
         """After the third training step, say what the first one cost beyond it."""
         if len(self._durations) < 3:
             self._durations.append(seconds)
             if len(self._durations) == 3:
                 first, _, third = self._durations
                 log.info_rank0("the first step took %.2f s, %.2f s more than the third", first, first - third)
+                _report_forecast(rt, third)
 
     # -- one stage -----------------------------------------------------------------------------------------------------
 
@@ -221,6 +223,9 @@ class _StepFunction:
         def before(position: int) -> None:
             if position == backwards_only and self._single_backward and not turns.left_plan:
                 model._seal(reach)
+            if rt.config.offload_activations:
+                soon = actions[position + 1 : position + 1 + rt.config.activation_loading_horizon]
+                activation.prefetch([a.microbatch for a in soon if a.kind is ActionKind.BACKWARD])
 
         turns = Turns(programs, lambda k: body(place_arguments(programs[k], parts[k])), actions, before)
         context.turns = turns
@@ -228,6 +233,7 @@ class _StepFunction:
             outputs = turns.run()
         finally:
             context.end_turns()
+        engine.last_measured = turns.measured
         self._single_backward = all(p.num_backwards == 1 and not p.called_after_backward for p in programs)
         if known is None and engine.debug is None:
             journals = [program.journal or [] for program in programs]
@@ -243,6 +249,8 @@ class _StepFunction:
             stages_mod.settle_buffers(engine.stages)
         share_written(engine, rt.group(CommGroup.PP_GROUP), programs, context.written)
         model._end_step()
+        if turns.left_plan:
+            engine.last_plan = None
         if context.recorder is not None:
             context.recorder.end_step(engine.last_plan)
         return shared
@@ -253,6 +261,7 @@ class _StepFunction:
         """Let the programs follow the plan, or be recorded for one. Returns the order of this rank's actions."""
         engine, context = programs[0].engine, programs[0].step
         engine.last_plan = known.plan if known is not None else None
+        engine.last_costs = [cut.cost for cut in known.cuts] if known is not None else ()
         if known is not None and known.plan is not None:
             late = any(action.kind is ActionKind.WEIGHT for row in known.plan.actions for action in row)
             if late:
@@ -287,6 +296,20 @@ class _StepFunction:
 def _policies(rt: Runtime, engine: Engine) -> list[Policy]:
     """What to plan steps by: under "auto", the simplest policy, and the one that a layout was chosen for."""
     return list(dict.fromkeys([*policies_of(rt.config.pipeline), engine.policy]))
+
+
+def _report_forecast(rt: Runtime, seconds: float) -> None:
+    """Say how well the plan of the step before explains the time it took."""
+    planned = forecast(rt, rt.model.engine) if rt.topology.pp_size > 1 else None
+    if planned is not None:
+        log.info_rank0(
+            "schedule %s: %.1f ms forecast from the times of its actions, %.1f ms measured; the busiest stage idles "
+            "%.0f %% of it",
+            planned.policy.value,
+            1e3 * planned.step_time,
+            1e3 * seconds,
+            100 * planned.bubble,
+        )
 
 
 class _Watch:
