@@ -163,7 +163,12 @@ class DistributedModel(ModelViews):
             self._sync_buffers()
         output = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
-            self.reducer.watch([leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)])
+            leaves = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
+            self.reducer.watch(leaves)
+            if self._rt.config.pipeline == "_only_forward" and not in_step:
+                for leaf in leaves:
+                    if leaf.requires_grad:
+                        leaf.register_hook(_refuse_backward)  # loss.backward() comes past none of our calls
         return output
 
     def backward(
@@ -190,7 +195,7 @@ class DistributedModel(ModelViews):
 
     def _backward_tensors(self, tensors: list[Any], gradients: list[Any]) -> None:
         if self._rt.config.pipeline == "_only_forward":
-            raise StepError("backward was called, but the configuration says pipeline '_only_forward'.")
+            _refuse_backward()
         in_step = current.streams is not None
         scale = 1.0 / self._num_microbatches if self._average and in_step else 1.0
         self._had_backward = True
@@ -546,6 +551,10 @@ class DistributedModel(ModelViews):
             if name == "module":
                 raise
             return getattr(self.module, name)
+
+
+def _refuse_backward(*_: Any) -> None:
+    raise StepError("backward was called, but the configuration says pipeline '_only_forward'.")
 
 
 def _check_arguments(rt: Runtime, module: Any, trace_device: str, passes: int, bucket_cap_mb: float) -> None:

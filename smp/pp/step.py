@@ -28,6 +28,7 @@ from smp.pp.simulate import Policy
 from smp.pp.weights import late_weights
 from smp.runtime import Runtime
 from smp.topology import CommGroup
+from smp.tp.watch import PartWatch
 
 
 def step(
@@ -90,6 +91,7 @@ class _StepFunction:
         # unfinished node reaches is done, and its reduction may start while the step still runs.
         self._single_backward = False
         self._planner = Planner(function.__qualname__)
+        self._watched = False  # for parts of split parameters, in the first run
         self._durations: list[float] = []  # of the first three training steps, in seconds
 
     def _check_names(self) -> None:
@@ -169,6 +171,8 @@ class _StepFunction:
             stack.enter_context(stages_mod.replaced_calls(stages_mod.scopes(model.module)))
             stack.enter_context(intercepted(model._backward_tensors))
             model._begin_step(self, count)
+        if rt.tp_size > 1 and not self._watched:
+            stack.enter_context(PartWatch())
         outputs = []
         current.streams = streams
         try:
@@ -184,6 +188,7 @@ class _StepFunction:
                 outputs.append(_detached(output) if self._detach else output)
         finally:
             current.streams = None
+        self._watched = True
         if model is not None:
             model._end_step()
         if recorder is not None:

@@ -131,3 +131,27 @@ def test_a_batch_that_reaches_nothing_of_a_stage_is_trained_on_the_others():
         train(vectors(4)["x"], whole)
         expected = whole or smp.pp_rank() == 0
         assert all((p.grad is not None) == expected for p in model.local_parameters())
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@on_ranks(2)
+def test_forward_only_refuses_every_backward(pp):
+    """Nothing is kept for it: what gradients there were would be wrong."""
+    start(pp, pipeline="_only_forward")
+    model = smp.DistributedModel(two_layers())
+
+    @smp.step
+    def train(x: Tensor, way: str) -> Any:
+        loss = model(x).sum()
+        if way:
+            loss.backward() if way == "torch" else model.backward(loss)
+        return loss
+
+    x = vectors(2)["x"]
+    for way in ("ours", "torch"):
+        with pytest.raises(StepError, match="_only_forward"):
+            train(x, way)
+    if pp == 1:
+        with pytest.raises(StepError, match="_only_forward"):
+            model(x).sum().backward()
+    assert torch.isfinite(train(x, "").reduce_mean())

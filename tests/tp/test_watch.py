@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 import smp
 from tests.harness import on_ranks
+from tests.parity.compare import shard_of
 
 SPLIT = {"tensor_parallel_degree": 2, "ddp": True, "prescaled_batch": True}
 
@@ -29,8 +30,11 @@ def model_with_penalty(keep_whole: bool) -> tuple[nn.Module, nn.Module]:
     return module, reference
 
 
-@on_ranks(4, config={**SPLIT, "pipeline_parallel_degree": 2})
-def test_a_penalty_on_a_part_is_refused_in_a_pipeline() -> None:
+@pytest.mark.parametrize("stages", [1, 2])
+@on_ranks(
+    lambda given: 2 * given["stages"], config=lambda given: {**SPLIT, "pipeline_parallel_degree": given["stages"]}
+)
+def test_a_penalty_on_a_part_is_refused(stages: int) -> None:
     """A sum over the weights at hand would count a part of them, with no sign that anything is wrong."""
     module, _ = model_with_penalty(keep_whole=False)
     model = smp.DistributedModel(module)
@@ -47,6 +51,17 @@ def test_a_penalty_on_a_part_is_refused_in_a_pipeline() -> None:
         smp.StepError, match=r"test_watch.py:\d+ computes with a parameter of shape \(4, 8\).*register_"
     ):
         penalised(x)
+    with pytest.raises(smp.StepError, match="computes with a parameter"):
+        penalised(x)  # not only once
+
+    @smp.step
+    def stacked(x: Tensor) -> Tensor:
+        loss = model(x).pow(2).mean() + torch.stack([module.first.bias, module.first.bias]).sum()
+        model.backward(loss)
+        return loss
+
+    with pytest.raises(smp.StepError, match="computes with a parameter"):
+        stacked(x)
 
     @smp.step
     def observed(x: Tensor) -> Tensor:
@@ -77,3 +92,27 @@ def test_a_registered_parameter_stays_whole_and_may_be_penalised() -> None:
     expected.backward()
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(module.second.weight.grad, reference.second.weight.grad, rtol=1e-9, atol=1e-12)
+
+
+@on_ranks(2, config=SPLIT)
+def test_the_watch_changes_no_gradient() -> None:
+    """It looks on in the first step: that one must train as the later ones do."""
+    module, reference = model_with_penalty(keep_whole=False)
+    model = smp.DistributedModel(module)
+    x = torch.randn(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    @smp.step
+    def train(x: Tensor) -> Tensor:
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        return loss
+
+    reference(x).pow(2).mean().backward()
+    wanted = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    for _ in range(2):
+        train(x)
+        for name, parameter in model.module.named_parameters():
+            whole = wanted[name]
+            assert whole is not None
+            torch.testing.assert_close(parameter.grad, shard_of(parameter, whole), rtol=1e-9, atol=1e-12)
+            parameter.grad = None
