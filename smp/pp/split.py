@@ -43,28 +43,32 @@ def contiguous(
     num_parts: int,
     base: Sequence[float] | None = None,
     penalties: Sequence[float] | None = None,
-    tolerance: float = 0.0,
+    limit: float = 0.0,
 ) -> list[int]:
     """The part of each item when the sequence is cut into contiguous parts whose largest load is smallest.
 
-    No part without a load of its own is left empty while there are items enough. Among cuts whose largest load is
-    within `tolerance` (relative) of the smallest, that with the smallest sum of penalties is taken, then the most even
-    one.
+    No part without a load of its own is left empty while there are items enough. Any largest load up
+    to `limit` counts as the smallest; among such cuts that with the smallest sum of penalties is taken, then the most
+    even one.
 
     Args:
         costs: of the items, in order.
         num_parts: how many parts.
         base: what each part carries already. None: nothing.
         penalties: of a cut before each item. None: none.
-        tolerance: see above.
+        limit: see above.
     """
     if not costs:
         return []
-    loads = list(base) if base is not None else [0.0] * num_parts
-    if base is None:
-        loads = loads[: len(costs)]
-    problem = _Cut(costs, loads, penalties or [0.0] * len(costs))
-    return problem.solve(problem.smallest() * (1 + tolerance))
+    problem = _problem(costs, num_parts, base, penalties)
+    return problem.solve(max(limit, problem.smallest()))
+
+
+def _problem(
+    costs: Sequence[float], num_parts: int, base: Sequence[float] | None, penalties: Sequence[float] | None
+) -> "_Cut":
+    loads = [0.0] * min(num_parts, len(costs)) if base is None else list(base)
+    return _Cut(costs, loads, penalties or [0.0] * len(costs))
 
 
 class _Cut:
@@ -173,17 +177,20 @@ def balanced(
     """
     stages = [stage_of_chunk(c, num_stages, placement) for c in range(num_stages * chunks_per_stage)]
     loads = None if base is None or not any(base) else [base[stage] / chunks_per_stage for stage in stages]
+    single = chunks_per_stage == 1
+    limit = _problem(sequel.costs, len(stages), loads, None).smallest() * (1 + tolerance) if single else 0.0
     found: list[tuple[float, list[int]]] = []
     for depth in sorted({int(penalty) for penalty in sequel.penalties[1:]} or {0}):
-        chunks = _cut_no_deeper(sequel, depth, stages, loads, tolerance)
+        chunks = _cut_no_deeper(sequel, depth, stages, loads, limit)
         if chunks is not None:
             found.append((max(_stage_loads(sequel.costs, chunks, stages, base, num_stages)), chunks))
     best = min(load for load, _ in found)
-    return next(chunks for load, chunks in found if load <= best * (1 + tolerance) + 1e-12)
+    limit = limit or best * (1 + tolerance)
+    return next(chunks for load, chunks in found if load <= limit * (1 + 1e-9))
 
 
 def _cut_no_deeper(
-    sequel: Sequel, depth: int, stages: list[int], loads: list[float] | None, tolerance: float
+    sequel: Sequel, depth: int, stages: list[int], loads: list[float] | None, limit: float
 ) -> list[int] | None:
     """The best cut at places that tear at most `depth` modules; None when these are too few."""
     starts = [i for i, penalty in enumerate(sequel.penalties) if i == 0 or int(penalty) <= depth]
@@ -192,9 +199,8 @@ def _cut_no_deeper(
         return None
     edges = [*starts, len(sequel.costs)]
     sums = [sum(sequel.costs[a:b]) for a, b in zip(edges, edges[1:])]
-    penalties = [sequel.penalties[i] for i in starts]
-    merged = contiguous(sums, len(stages), loads, penalties, tolerance if len(set(stages)) == len(stages) else 0.0)
-    if len(set(stages)) < len(stages):
+    merged = contiguous(sums, len(stages), loads, [sequel.penalties[i] for i in starts], limit)
+    if not limit:
         _even_out(sums, merged, stages)
     chunks: list[int] = []
     for chunk, a, b in zip(merged, edges, edges[1:]):

@@ -271,6 +271,47 @@ def test_the_largest_stage_is_within_one_percent_of_the_best_of_all_cuts():
     assert tried > 60
 
 
+def real_models():
+    """Name -> model without memory, arguments of a call."""
+    transformers = pytest.importorskip("transformers")
+    text = torch.zeros(2, 16, dtype=torch.long)
+    small = {"hidden_size": 32, "num_hidden_layers": 5, "num_attention_heads": 4, "intermediate_size": 64}
+    with torch.device("meta"):
+        gpt2 = transformers.GPT2Config(n_layer=5, n_embd=32, n_head=4, vocab_size=300)
+        t5 = transformers.T5Config(vocab_size=300, d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4)
+        bert = transformers.BertConfig(vocab_size=300, **small)
+        vit = transformers.ViTConfig(image_size=16, patch_size=8, **small)
+        return {
+            "GPT-2": (transformers.GPT2LMHeadModel(gpt2), {"input_ids": text, "labels": text}),
+            "T5": (transformers.T5ForConditionalGeneration(t5), {"input_ids": text, "decoder_input_ids": text}),
+            "BERT": (transformers.BertForMaskedLM(bert), {"input_ids": text, "labels": text}),
+            "ViT": (transformers.ViTForImageClassification(vit), {"pixel_values": torch.zeros(2, 3, 16, 16)}),
+        }
+
+
+def test_real_models_are_cut_within_one_percent_of_the_best():
+    """Their trees have lists in lists, tied weights, parameters of their own in the middle, and unused modules."""
+    for name, (model, batch) in real_models().items():
+        costs = trace(model, (), batch, torch.device("cpu"))
+        assert costs is not None, name
+        for num_stages, weight in itertools.product((2, 3, 4, 7), (0.0, 0.2, 0.8, 1.0)):
+            units = units_of(model, num_stages, costs, weight)
+            best = max_of_best_cut([unit.load for unit in units], num_stages)
+            got = assign(model, num_stages, True, 0, costs, Balance(memory_weight=weight))
+            assert max(loads_of(model, got, num_stages, costs, weight)) <= 1.01 * best, (name, num_stages, weight)
+            stages = [got.own[unit.names[0]] for unit in units]
+            assert stages == sorted(stages)
+
+
+def max_of_best_cut(costs, parts):
+    """As `best_by_trying_all`, by dynamic programming."""
+    prefix = [0.0, *itertools.accumulate(costs)]
+    best = list(prefix)
+    for _ in range(parts - 1):
+        best = [min(max(best[j], prefix[i] - prefix[j]) for j in range(i + 1)) for i in range(len(prefix))]
+    return best[-1]
+
+
 def test_pinned_units_are_part_of_their_stages_load():
     """What is pinned is there whatever the rest does: the rest has to leave it room."""
     generator = random.Random(4)
