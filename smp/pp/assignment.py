@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from smp.activation import is_checkpointed
+from smp.config import Config
 from smp.errors import PartitionError
 from smp.pp.choose import BANDWIDTH, Layout, choose, placement_of, policies_of
 from smp.pp.cost import ZERO, Costs, ModuleCost
@@ -27,7 +28,7 @@ from smp.pp.measure import measure
 from smp.pp.partition import Assignment, Balance, Placement, assign, memory_bytes, pin_of, placed_by_hand
 from smp.pp.simulate import Policy
 from smp.pp.stages import StageMap
-from smp.pp.tied import exchange_bytes, replicable
+from smp.pp.tied import exchange_bytes, obstacle, replicable, shared_parameters
 from smp.pp.trace import trace
 from smp.runtime import Runtime
 from smp.topology import CommGroup
@@ -92,6 +93,7 @@ def _decide_alone(module: nn.Module, rt: Runtime, costs: Costs | None) -> Decisi
     if config.load_partition:
         assert config.partition_file is not None  # checked with the configuration
         stored = load(config.partition_file, module, degrees)
+        _check_ties(config, module, stored.assignment)
         return _scheduled(module, rt, [Layout(stored.assignment, config.virtual_stages, "loop")], stored.costs)
     by_hand = placed_by_hand(module, config.auto_partition)
     apart = [replicable(module, config.replicate_tied, by_hand)]
@@ -124,6 +126,17 @@ def _decide_alone(module: nn.Module, rt: Runtime, costs: Costs | None) -> Decisi
     if config.partition_file is not None:
         save(config.partition_file, module, degrees, decision)
     return decision
+
+
+def _check_ties(config: Config, module: nn.Module, assignment: Assignment) -> None:
+    for shared in shared_parameters(module):
+        if len({assignment.stage_of(name) for name, _ in shared.users}) > 1:
+            why = "'replicate_tied' is False" if config.replicate_tied is False else obstacle(shared)
+            if why is not None:
+                names = " and ".join(f"'{name}'" for name, _ in shared.users)
+                raise PartitionError(
+                    f"partition_file {config.partition_file!r} takes {names} apart, which share a weight, but {why}."
+                )
 
 
 # -- file --------------------------------------------------------------------------------------------------------------

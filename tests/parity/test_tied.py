@@ -169,7 +169,9 @@ def test_split_table_and_head_on_two_stages(prescaled):
 @on_ranks(2)
 def test_kept_together_or_as_a_simulated_step_is_faster():
     """replicate_tied False; and by default whatever the planner finds better."""
-    check_apart(Setup(pp=2, microbatches=2, config={"replicate_tied": False}), optimizer=sgd, expected=0)
+    kept = Setup(pp=2, microbatches=2, config={"replicate_tied": False})
+    check_apart(kept, optimizer=sgd, expected=0)
+    check_apart(kept, REGISTERED, sgd, expected=0)
     runtime.reset()
     check(APART, Setup(pp=2, microbatches=4, auto=True), sgd)
 

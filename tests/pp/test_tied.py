@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import smp
-from smp import StepError
+from smp import PartitionError, StepError
 from smp.config import resolve
 from smp.pp.assignment import _decide_alone
 from smp.pp.cost import Costs, ModuleCost
@@ -77,6 +77,22 @@ def test_auto_takes_what_a_simulated_step_is_faster_with():
     large = Language()
     large.table.weight = large.head.weight = nn.Parameter(torch.empty(10**6, 10**6, device="meta"))
     assert decided(large, "auto", slow) == (0, 0)  # 4 TB of gradient
+
+
+def test_a_stored_partition_must_agree_with_the_key(tmp_path):
+    """A file made with replication, read where it is turned off or has become impossible."""
+    config = {"partitions": 2, "partition_file": str(tmp_path / "file.json"), "replicate_tied": True}
+
+    def decide(model, **more):
+        fake = SimpleNamespace(config=resolve({**config, **more}, {}), topology=Topology(2, 2))
+        return _decide_alone(model, fake, None).assignment
+
+    stored = decide(Language())
+    assert decide(Language(), load_partition=True, replicate_tied="auto") == stored
+    with pytest.raises(PartitionError, match=r"takes 'table' and 'head' apart.*but 'replicate_tied' is False"):
+        decide(Language(), load_partition=True, replicate_tied=False)
+    with pytest.raises(PartitionError, match=r"takes 'table' and 'head' apart.*max_norm"):
+        decide(Language(max_norm=1.0), load_partition=True)
 
 
 def test_the_exchange_is_what_holders_beyond_the_first_add():
