@@ -15,7 +15,7 @@ SCHEDULES_AT_FOUR = [
     "ScheduleInterleaved1F1B",
 ]
 # What smp.init gets in the row `four`, beyond what all rows get.
-AT_FOUR: dict[str, Any] = {}
+AT_FOUR: dict[str, Any] = {"pipeline": "auto"}
 
 
 @dataclass(frozen=True)
