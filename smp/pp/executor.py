@@ -154,6 +154,8 @@ class Turns:
             self._programs[action.microbatch].end_backward_turn(action.segment, action[1:] in self._deferred)
 
     def _hand(self, k: int) -> None:
+        if self._unwinding:
+            raise _Unwind
         if self.phases[k] is Phase.NEW:
             thread = threading.Thread(target=self._main, args=(k,), name=f"microbatch-{k}", daemon=True)
             self._threads[k] = thread
@@ -177,11 +179,10 @@ class Turns:
         finally:
             current.program = current.streams = None
             self.phases[k] = Phase.ENDED
-            if not self._unwinding:
-                if following is None:
-                    self._over.release()
-                else:
-                    self._hand(following)
+            if following is None:
+                self._over.release()
+            elif not self._unwinding:
+                self._hand(following)
 
     def _run_program(self, k: int) -> None:
         program = self._programs[k]
@@ -193,15 +194,11 @@ class Turns:
             program.end()
 
     def _unwind(self) -> None:
+        """End what has not ended, one program after another: none but the one that runs now gets anywhere."""
         self._unwinding = True
-        for k, phase in enumerate(self.phases):
-            if phase in (Phase.PAUSED, Phase.PARKED):
-                self._turn[k].release()
-                thread = self._threads[k]
-                assert thread is not None
-                thread.join()
-        for thread in self._threads:
+        for thread, turn in zip(self._threads, self._turn, strict=True):
             if thread is not None:
+                turn.release()
                 thread.join()
 
 

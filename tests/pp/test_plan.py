@@ -1,7 +1,11 @@
 """Steps run by a plan: what is planned is what runs, and what cannot be planned is still right."""
 
+import contextlib
 import copy
+import signal
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +21,7 @@ from smp.pp.plan import keeps_order
 from smp.pp.schedule import ActionKind, from_text, to_text
 from smp.pp.segments import cut
 from smp.pp.simulate import Policy, replay, simulate
+from smp.rng import Streams
 from tests.harness import on_ranks
 from tests.pp.reference import Net, check, linear, same, start, vectors, wrap
 
@@ -365,6 +370,47 @@ def test_an_error_in_a_planned_step_reaches_the_caller():
     fail.append(True)
     with pytest.raises(ValueError, match="on purpose"):
         train(vectors(8)["x"])
+
+
+class Scripted:
+    """Stands for a microbatch's program."""
+
+    def __init__(self, index, step):
+        self.index, self.step, self.mode = index, step, contextlib.nullcontext()
+
+    def start(self):
+        pass
+
+    end = leave_plan = start
+
+
+def test_an_interrupted_step_leaves_no_thread_behind():
+    """Ctrl-C raises in the main thread while a microbatch runs: a failure means that the process cannot end."""
+    step = SimpleNamespace(streams=Streams(), waited=0.0, recorder=None)
+    programs = [Scripted(k, step) for k in range(3)]
+    ended = []
+
+    def body(k):
+        try:
+            turns.pause(programs[k])
+            signal.raise_signal(signal.SIGALRM)
+            time.sleep(0.2)
+            turns.pause(programs[k])
+        finally:
+            ended.append(k)
+
+    def on_alarm(number, frame):
+        raise KeyboardInterrupt
+
+    turns = Turns(programs, body, from_text("F0 F1 F2 F0.1 F1.1 F2.1 F0.2 F1.2 F2.2"), lambda position: None)
+    before = signal.signal(signal.SIGALRM, on_alarm)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            turns.run()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert sorted(ended) == [0, 1, 2]
+    assert not [t for t in threading.enumerate() if t.name.startswith("microbatch-")]
 
 
 # -- weight gradients put off ------------------------------------------------------------------------------------------
