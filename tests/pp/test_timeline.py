@@ -170,7 +170,7 @@ def chain(stages):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("pipeline", ["interleaved", "simple"])
+@pytest.mark.parametrize("pipeline", ["interleaved", "simple", "zero_bubble"])
 def test_every_planned_action_is_recorded_in_order_and_without_overlap(pipeline: str):
     """The timeline would show another order than the one that ran, or work that two threads did at once."""
     start(microbatches=4, pipeline=pipeline)
