@@ -283,6 +283,7 @@ class DistributedModel(ModelViews):
     def _partition_in_step(self, args: tuple[Any, ...] | None, kwargs: dict[str, Any]) -> None:
         program = current.program
         assert program is not None
+        self._uneven.before_partition()
         program.on_plain_tensors("partition", self._partition, (None if args is None else (args, kwargs),), {})
         assert self.engine.stages is not None
         self.engine.stages.begin_step()

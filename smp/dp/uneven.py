@@ -43,6 +43,12 @@ class Kind(Enum):
     REDUCTION = 1
 
 
+_NEVER_RAN = (
+    "join: a rank has no batch at all, and the model is not partitioned yet, which takes every replica. Run one step "
+    "on all ranks before join, or give each rank at least one batch."
+)
+
+
 class UnevenInputs:
     """The state of `join` on one rank; it does nothing outside of that context.
 
@@ -78,6 +84,11 @@ class UnevenInputs:
         self._active = active
         if self._raises_early and not all(active):
             raise StepError(_RAN_OUT)
+
+    def before_partition(self) -> None:
+        """Called by a rank that is about to cut its model into stages, which takes every replica."""
+        if self.enabled and self.dp.size > 1 and not all(self._exchange(Kind.REDUCTION)[0]):
+            raise UsageError(_NEVER_RAN)
 
     @contextmanager
     def join(
@@ -125,7 +136,7 @@ class UnevenInputs:
             if self._raises_early:
                 raise StepError(_RAN_OUT)
             if self.reducer is None:
-                raise UsageError("join: this rank never ran a step, so it cannot take part in those of the others")
+                raise UsageError(_NEVER_RAN)
             if kinds[Kind.REDUCTION.value]:
                 self.reducer.follow()
             elif self.buffer_sync is not None:
