@@ -27,6 +27,7 @@ from benchmarks.statistics import paired_ratio
 from benchmarks.worlds import Block, Side, World, worlds
 
 HERE = Path(__file__).parent
+QUIET_LOAD = 0.5
 TOO_WIDE = 0.1  # an interval that says nothing
 LOSS_TOLERANCE = 1e-4  # relative, over the first steps in float32
 
@@ -161,6 +162,8 @@ def main() -> None:
     if unknown:
         raise SystemExit(f"no rows {sorted(unknown)}; there are {', '.join(names)}")
     begin = time.monotonic()
+    if os.getloadavg()[0] > QUIET_LOAD:
+        print(f"The load of this machine is {os.getloadavg()[0]:.1f} before anything has started: times will be noisy.")
     for row in every:
         if row.name in wanted:
             keep(run_row(row, args.repeats, args.rounds), args.out, names)
