@@ -453,16 +453,11 @@ def current_offload() -> Offload | None:
     return found
 
 
-def loading_horizon() -> int:
-    """How many turns of a pipeline ahead of use offloaded activations shall come back; 0 when none are offloaded."""
-    return 0 if current_offload() is None else runtime.get().config.activation_loading_horizon
-
-
 def prefetch(microbatches: Iterable[int]) -> None:
     """Start to copy back what is offloaded of these microbatches, whose backward comes soon, the first one first.
 
-    To be called ahead of each turn, with the microbatches whose backward is among the next `loading_horizon()` turns on
-    this stage. What is there already, and other microbatches, are left alone.
+    To be called ahead of each turn, with the microbatches whose backward is among the next `activation_loading_horizon`
+    turns on this stage. What is there already, and other microbatches, are left alone.
     """
     offload = current_offload()
     if offload is not None:

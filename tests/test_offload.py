@@ -14,6 +14,7 @@ from smp import activation, runtime
 from smp.bootstrap import HostCopies
 from smp.offload import Offload
 from smp.pp.placed import current
+from smp.pp.schedule import ActionKind
 from tests.harness import on_ranks
 from tests.pp.reference import WIDTH, Net, linear, start
 from tests.pp.test_between_steps import live_tensors
@@ -179,6 +180,56 @@ def test_a_parked_microbatch_of_a_pipeline(offloaded: bool) -> None:
     if smp.pp_rank() == 0:
         # The last one is on its way to stage 1.
         assert len(parked) == DEPTH and parked[:-1] == [offloaded] * (DEPTH - 1)
+
+
+@pytest.mark.parametrize("horizon", [1, 2, 6])
+@on_ranks(2)
+def test_a_pipeline_loads_so_many_turns_ahead(horizon: int) -> None:
+    """Later would make the backward wait, earlier would hold what is not needed yet: every copy comes back when its
+    microbatch's backward is among the next turns of the stage, and not before."""
+    start(2, microbatches=4, offload_activations=True, activation_loading_horizon=horizon)
+    net = Net(in_turn, blocks=nn.ModuleList([nn.Sequential(linear(seed=k), nn.Tanh()) for k in range(4)]))
+    for k, block in enumerate(net.blocks):
+        smp.set_activation_checkpointing(block, strategy="contiguous")
+        smp.set_partition(block, k // 2)
+    wrapped = smp.DistributedModel(net)
+    offload = activation.current_offload()
+    assert offload is not None
+    copies = offload._copies = Recorded()
+    owners: list[int] = []
+    turns: dict[int, set[int]] = {}  # microbatch -> the turns in which copies came back
+    now, prefetch = [-1], offload.prefetch
+
+    class ToHost(Recorded):
+        def to_host(self, tensor: Tensor) -> tuple[Tensor, Any]:
+            owners.append(offload._microbatch())
+            return super().to_host(tensor)
+
+        def to_device(self, host: Tensor, ready: Any) -> tuple[Tensor, Any]:
+            turns.setdefault(owners[ready], set()).add(now[0])
+            return super().to_device(host, ready)
+
+    def counted(microbatches: Any) -> None:
+        now[0] += 1
+        prefetch(microbatches)
+
+    offload.prefetch = counted  # type: ignore[method-assign]
+
+    @smp.step
+    def train(x: Tensor) -> None:
+        wrapped.backward(wrapped(x).sum())
+
+    for _ in range(3):  # the last time by a plan
+        copies = offload._copies = ToHost()
+        owners.clear()
+        turns.clear()
+        now[0] = -1
+        train(torch.randn(8, WIDTH))
+    assert wrapped.engine.last_plan is not None and copies.events
+    actions = [(action.kind, action.microbatch) for action in wrapped.engine.last_plan.actions[smp.pp_rank()]]
+    for k in range(4):
+        forward, backward = actions.index((ActionKind.FORWARD, k)), actions.index((ActionKind.BACKWARD, k))
+        assert turns[k] == {max(forward + 1, backward - horizon)}, (turns, actions)
 
 
 def test_offloading_without_checkpoints_says_so() -> None:
