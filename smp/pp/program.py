@@ -9,7 +9,7 @@ Every rank of the pipeline group runs the same program; only the owner of a call
     4. give back placed tensors; an input changed in place gets a new value
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,8 +20,9 @@ from smp.errors import StepError
 from smp.nested import flatten, unflatten
 from smp.pp import placed as glue
 from smp.pp.call import Call
+from smp.pp.course import Course
 from smp.pp.engine import Engine, StepContext
-from smp.pp.journal import EVERYBODY, Edge, EdgeKind, Journal, Work
+from smp.pp.journal import EdgeKind, Work
 from smp.pp.observe import Observers, note_picked, picking
 from smp.pp.placed import GlueMode, Placed, Storage, Value, user_line
 from smp.pp.segments import Cut
@@ -29,7 +30,7 @@ from smp.pp.special import SPECIAL, refuse
 from smp.pp.structure import SameObject, Structure, TensorInfo, agrees, describe
 from smp.pp.tape import CallNode, MoveNode, Node, Tape, saving_copies_of
 from smp.pp.tied import owner_of_call, refuse_write, replica_values
-from smp.pp.weights import Late
+from smp.pp.weights import PutOff
 from smp.tp.shard import spec_of
 from smp.tp.watch import refuse_part
 
@@ -50,24 +51,15 @@ class Program:
         self.step = step
         self.rank = engine.rank
         self.device = engine.device
-        self.tape = Tape(engine.rank, self._release)
         self.in_node = ""  # the name of the call being run on plain tensors, if any
         self.mode = GlueMode(self)
         self.observers: Observers = {}
         self.joins_calls = True  # of one stage, into one backward; else each call's parameters are done when it is
         self.num_backwards = 0
         self.called_after_backward = False
-        self.journal: Journal | None = None  # filled while a program is recorded for a plan
-        self._backward_work: dict[int, Work] = {}
-        self.late: list[Late] | None = None  # gradients of weights that this turn puts off; None: none is put off
-        self.in_backward = False
-        self._unreleased: list[Node] = []
-        self._put_off: dict[int, tuple[list[Late], list[Node]]] = {}  # by segment
-        self._cut: Cut | None = None
-        self._stops: Iterator[int] = iter(())
-        self._next_stop: int | None = None
-        self._stops_at_backward = True
-        self._edge = -1
+        self.course = Course(self)
+        self.weights = PutOff(step.reach.release)
+        self.tape = Tape(engine.rank, self.weights.release)
         self._order = 0
         self._next_tag = index % _MAX_MICROBATCHES * _TAGS_PER_MICROBATCH
         self._last_tag = self._next_tag + _TAGS_PER_MICROBATCH - 2
@@ -168,69 +160,27 @@ class Program:
     # -- turns ---------------------------------------------------------------------------------------------------------
 
     def follow(self, cut: Cut, late: bool) -> None:
-        """Stop where `cut` says, as long as the program does what it did when that was made.
-
-        `late`: linear layers put the gradients of their weights off.
-        """
-        self.late = [] if late else None
-        self._cut = cut
-        self._stops = iter(cut.stops[self.rank])
-        self._next_stop = next(self._stops, None)
-        self._stops_at_backward = False
+        """Stop where `cut` says; `late`: linear layers put the gradients of their weights off."""
+        self.course.follow(cut)
+        self.weights.active = late
 
     def leave_plan(self) -> None:
         """Run on without stops."""
-        self._cut = None
-        self._stops_at_backward = False
-        self.end_backward_turn(-1, False)
-        self.late = None
+        self.course.leave_plan()
+        self.weights.end_turn(-1)
+        self.run_deferred(-1)
+        self.weights.active = False
 
     def end_backward_turn(self, segment: int, deferred: bool) -> None:
         """A turn of the backward is over; `deferred`: a turn for its weights' gradients is to come."""
-        if self.late is None:
-            return
-        self._put_off[segment] = (self.late, self._unreleased)
-        self.late, self._unreleased = [], []
+        self.weights.end_turn(segment)
         if not deferred:
             self.run_deferred(segment)
 
-    def puts_off(self) -> bool:
-        """Whether a linear layer whose backward runs now is to leave the gradients of its weights for later."""
-        return self.in_backward and self.late is not None
-
     def run_deferred(self, segment: int) -> None:
         """Compute the gradients of weights that the backward of that segment has put off."""
-        late, nodes = self._put_off.pop(segment, ((), ()))
         running = glue.current.program or self  # whoever hands over the turn
-        for gradient in late:
-            running.on_plain_tensors("backward", gradient.accumulate, (), {})
-        for node in nodes:
-            self.step.reach.release(node)
-
-    def _release(self, node: Node) -> None:
-        """The node's backward has run; its parameters are not done while some of their gradients are put off."""
-        if self.late is None:
-            self.step.reach.release(node)
-        else:
-            self._unreleased.append(node)
-
-    def _meet(self, kind: EdgeKind, source: int = EVERYBODY, dest: int = EVERYBODY, nbytes: int = 0) -> None:
-        """Called on every rank ahead of every edge, where the turn may pass on."""
-        index = self._edge = self._edge + 1
-        if self.journal is not None:
-            self.step.watch_state()
-            if kind is not EdgeKind.STRUCTURE:  # only some will be there in later steps, see _finish
-                self.journal.append(Edge(kind, source, dest, nbytes))
-        if self._cut is None:
-            if kind is EdgeKind.BACKWARD and self._stops_at_backward:
-                self.step.turns.pause(self)
-            return
-        expected = self._cut.edges[index] if index < len(self._cut.edges) else None
-        if expected is None or expected.kind is not kind or expected.source != source or expected.dest != dest:
-            self.step.turns.park(self)
-        elif index == self._next_stop:
-            self._next_stop = next(self._stops, None)
-            self.step.turns.pause(self)
+        running.on_plain_tensors("backward", self.weights.run, (segment,), {})
 
     def known_value(self, leaf: Any) -> Value | None:
         """The value behind a result of the step function: also of a parameter, and of a tensor that was written to."""
@@ -284,7 +234,7 @@ class Program:
 
     def _foreign(self, value: Value) -> Value:
         """A value of another microbatch (kept in an attribute): its data, as a constant."""
-        if self._cut is not None:
+        if self.course.planned:
             raise StepError(
                 f"{user_line()} uses a tensor that another microbatch has computed. It was kept in an attribute or a "
                 "global variable, and microbatches take turns at every move between stages: pass the tensor on as an "
@@ -311,8 +261,8 @@ class Program:
         call.arrived = [None if value is None else self.move(value, call.owner, call.name) for value in call.values]
         call.run = self.tape.open_run(call.owner)
         known = self.engine.structures.get(signature)
-        if self.journal is not None:
-            self.journal.append(Work(call.owner, call.estimate(self.engine.costs).forward))
+        if self.course.journal is not None:
+            self.course.called(call.owner, call.estimate(self.engine.costs).forward)
         if self.rank == call.owner:
             return self._run(call, signature, known)
         if known is None or known.dynamic:
@@ -342,7 +292,7 @@ class Program:
             changed = known.buffers if known is not None else self.engine.buffers_written(call.key, buffers)
             function_name = call.name if call.is_function else None
             known, results = describe(result, inputs, written, function_name, draws, changed)
-            self._meet(EdgeKind.STRUCTURE, self.rank)  # before it is remembered: other ranks may park here, too
+            self.course.meet(EdgeKind.STRUCTURE, self.rank)  # before it is remembered: other ranks may park here, too
             self.engine.remember(signature, known)
             self._send_structure(known)
         else:
@@ -391,8 +341,8 @@ class Program:
                 given.append(Placed(made[index]))
                 if info.requires_grad:
                     outputs.append((made[index], tensor))
-        if self.journal is not None and structure.dynamic:
-            self.journal.append(Edge(EdgeKind.STRUCTURE, call.owner))
+        if structure.dynamic:
+            self.course.structure_sent(call.owner)
         if outputs:
             self._record(self._node(call, outputs))
         for buffer in structure.buffers:
@@ -418,9 +368,9 @@ class Program:
         if real is not None:
             for value, tensor in zip(node.outputs, real, strict=True):
                 value.graph, value.run = tensor, node.run
-        if self.journal is not None:
+        if self.course.journal is not None:
             estimate = call.estimate(self.engine.costs)
-            self._backward_work[id(node)] = Work(call.owner, estimate.backward, estimate.weight)
+            self.course.will_run_backward(node, Work(call.owner, estimate.backward, estimate.weight))
         return node
 
     def _new_value(self, info: TensorInfo, tensor: torch.Tensor | None, owner: int, storage: Storage | None) -> Value:
@@ -497,7 +447,7 @@ class Program:
                 self.step.send_object(structure, stage, tag)
 
     def _receive_structure(self, call: Call) -> Structure:
-        self._meet(EdgeKind.STRUCTURE, call.owner)
+        self.course.meet(EdgeKind.STRUCTURE, call.owner)
         what = f"the result's structure of '{call.name}'"
         structure: Structure = self.step.receive_object(call.owner, self._tag(), what)
         return structure
@@ -508,7 +458,7 @@ class Program:
             return value
         copy = value.copies.get(stage)
         if copy is None or copy.version != copy.storage.version:
-            self._meet(EdgeKind.MOVE, value.owner, stage, value.numel * value.dtype.itemsize)
+            self.course.meet(EdgeKind.MOVE, value.owner, stage, value.numel * value.dtype.itemsize)
             tag = self._tag()
             local = None
             if self.rank == value.owner:
@@ -552,10 +502,9 @@ class Program:
         seed = self.step.streams.current()
         if self.num_backwards == 1:
             self.tape.forget_data()
-            self._meet(EdgeKind.BACKWARD)
-        self.in_backward = True
-        self.on_plain_tensors("backward", self.tape.backward, (seeds, self), {})
-        self.in_backward = False
+            self.course.meet(EdgeKind.BACKWARD)
+        with self.weights.in_backward():
+            self.on_plain_tensors("backward", self.tape.backward, (seeds, self), {})
         self.step.streams.leave(seed)
 
     def _seed(self, value: Value, gradient: Any, scale: float) -> torch.Tensor | None:
@@ -572,12 +521,11 @@ class Program:
     def meets(self, node: MoveNode) -> None:
         """The gradient of a move goes back, on whichever stages."""
         value = node.copy
-        self._meet(EdgeKind.GRADIENT, value.owner, node.source.owner, value.numel * value.dtype.itemsize)
+        self.course.meet(EdgeKind.GRADIENT, value.owner, node.source.owner, value.numel * value.dtype.itemsize)
 
     def runs(self, node: CallNode) -> None:
         """The backward of a call runs on its stage."""
-        if self.journal is not None:
-            self.journal.append(self._backward_work.pop(id(node), Work(node.owner, 0.0)))
+        self.course.runs_backward(node, node.owner)
 
     def send(self, node: MoveNode, gradient: torch.Tensor | None) -> None:
         """The gradient of a moved value goes back to where it came from."""

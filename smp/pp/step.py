@@ -241,7 +241,7 @@ class _StepFunction:
         engine.last_measured = turns.measured
         self._single_backward = all(p.num_backwards == 1 and not p.called_after_backward for p in programs)
         if known is None and engine.debug is None:
-            journals = [program.journal or [] for program in programs]
+            journals = [program.course.journal or [] for program in programs]
             self._planner.learn(kind, rt, journals, context.entangled, _policies(rt, engine))
         elif turns.left_plan:
             self._planner.failed(kind)
@@ -276,7 +276,7 @@ class _StepFunction:
             return known.plan.actions[engine.rank]
         if known is None and engine.debug is None:
             for program in programs:
-                program.journal = []
+                program.course.journal = []
             context.watch_state = _Watch(context)
         return phase_order(count, rt.config.active_microbatches)
 

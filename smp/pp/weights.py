@@ -11,7 +11,7 @@ Not put off, but computed at once: under autocast, where a weight is no leaf (a 
 backward but the pipeline's own (a gradient penalty inside a module).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -48,13 +48,62 @@ class Late(NamedTuple):
             torch.autograd.backward([root.view_as(root) for root in roots], gradients)
 
 
+class PutOff:
+    """What one program's backward has put off, turn by turn.
+
+    `release(node)` is told of nodes whose backward has run, once none of their gradients is put off any more.
+
+    Attributes:
+        active: gradients of weights are put off; else they are computed with the others.
+        runs: the program's backward runs, as opposed to one inside a module.
+        late: what the present turn has put off.
+    """
+
+    def __init__(self, release: Callable[[Any], None]) -> None:
+        self.active = self.runs = False
+        self.late: list[Late] = []
+        self._release = release
+        self._nodes: list[Any] = []
+        self._turns: dict[int, tuple[list[Late], list[Any]]] = {}
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Around the program's backward."""
+        self.runs = True
+        try:
+            yield
+        finally:
+            self.runs = False
+
+    def release(self, node: Any) -> None:
+        """The node's backward has run."""
+        if self.active:
+            self._nodes.append(node)
+        else:
+            self._release(node)
+
+    def end_turn(self, segment: int) -> None:
+        """What was put off since the last turn is that of this segment."""
+        if self.active:
+            self._turns[segment] = self.late, self._nodes
+            self.late, self._nodes = [], []
+
+    def run(self, segment: int) -> None:
+        """Compute what a segment has put off."""
+        late, nodes = self._turns.pop(segment, ((), ()))
+        for gradients in late:
+            gradients.accumulate()
+        for node in nodes:
+            self._release(node)
+
+
 class _Linear(torch.autograd.Function):
     """`x w' + b` (or `x w + b`, transposed), whose weight and bias gradients can wait."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, program: Any, transposed: bool) -> Tensor:
         ctx.program, ctx.transposed = program, transposed
-        ctx.recomputed = program.in_backward  # what runs backward through a recomputation is somebody else's
+        ctx.recomputed = program.weights.runs  # what runs backward through a recomputation is somebody else's
         ctx.parameters = weight, bias  # themselves: under checkpointing, what is saved comes back as a copy
         ctx.save_for_backward(x, weight)
         if transposed:
@@ -68,9 +117,10 @@ class _Linear(torch.autograd.Function):
         to_input = None
         if ctx.needs_input_grad[0]:
             to_input = gradient @ (weight.t() if ctx.transposed else weight)
-        if ctx.program.puts_off() and not ctx.recomputed:
+        put_off: PutOff = ctx.program.weights
+        if put_off.active and put_off.runs and not ctx.recomputed:
             parameter, bias = ctx.parameters
-            ctx.program.late.append(Late(parameter, bias, x, gradient, ctx.transposed))
+            put_off.late.append(Late(parameter, bias, x, gradient, ctx.transposed))
             return to_input, None, None, None, None
         to_weight = to_bias = None
         flat, inputs = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
@@ -116,7 +166,7 @@ def _addmm(input: Any, *args: Any, **kwargs: Any) -> Tensor:
 @contextmanager
 def late_weights() -> Iterator[None]:
     """Linear layers (`F.linear`, and `torch.addmm` as GPT-2 uses it) put their weights' gradients off inside it, in
-    programs whose `late` is a list."""
+    programs whose `weights` are active."""
     F.linear = _linear
     torch.addmm = _addmm  # type: ignore[assignment]
     try:
