@@ -159,7 +159,7 @@ class Reach:
     def __init__(self, on_done: Callable[[torch.Tensor], None]) -> None:
         self._on_done = on_done
         self._counts: dict[int, int] = {}  # by the parameter's id: hashing a tensor itself is slow
-        self._sealed = False
+        self.sealed = False
 
     def add(self, node: "Node") -> None:
         for parameter in node.parameters:
@@ -168,12 +168,12 @@ class Reach:
     def release(self, node: "Node") -> None:
         for parameter in node.parameters:
             self._counts[id(parameter)] -= 1
-            if self._sealed and not self._counts[id(parameter)]:
+            if self.sealed and not self._counts[id(parameter)]:
                 self._on_done(parameter)
 
     def seal(self, parameters: list[torch.Tensor]) -> None:
         """No node will be added any more: those of `parameters` that nothing reaches are done already."""
-        self._sealed = True
+        self.sealed = True
         for parameter in parameters:
             if not self._counts.get(id(parameter)):
                 self._on_done(parameter)

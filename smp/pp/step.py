@@ -226,8 +226,9 @@ class _StepFunction:
         backwards_only = max((i + 1 for i, a in enumerate(actions) if a.kind is ActionKind.FORWARD), default=0)
 
         def before(position: int) -> None:
-            if position == backwards_only and self._single_backward and not turns.left_plan:
-                model._seal(reach)
+            forwards_over = position >= backwards_only and all(program.num_backwards for program in programs)
+            if forwards_over and self._single_backward and not (turns.left_plan or reach.sealed):
+                model._seal(reach)  # not by the plan alone: where it has no work, a program may still do some
             if rt.config.offload_activations:
                 soon = actions[position + 1 : position + 1 + rt.config.activation_loading_horizon]
                 activation.prefetch([a.microbatch for a in soon if a.kind is ActionKind.BACKWARD])
