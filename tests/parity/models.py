@@ -33,6 +33,12 @@ def llama() -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
+def qwen2() -> nn.Module:
+    """Takes its masks in a dict, by the kind of attention."""
+    config = transformers.Qwen2Config(**SIZES, num_hidden_layers=4, num_key_value_heads=1)
+    return transformers.Qwen2ForCausalLM(config)
+
+
 def mixtral() -> nn.Module:
     """Each token goes to two of four experts; the loss holds the routers' balance."""
     config = transformers.MixtralConfig(

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 import smp
 from tests.harness import on_ranks
 from tests.parity.compare import Setup, assert_close, build, check, job_batch, rows_of
-from tests.parity.models import MODELS, TEXT_MODELS
+from tests.parity.models import MODELS, TEXT_MODELS, gpt2, loss_of, qwen2, text
 from tests.parity.test_tensor_parallel import split_everything, split_some
+from tests.parity.zoo import Case
 
 transformers = pytest.importorskip("transformers")
 
@@ -40,6 +41,49 @@ def test_models_train_on_four_stages(name):
     check(MODELS[name], Setup(pp=4, microbatches=5, steps=1, auto=True))
     if name != "resnet":  # each replica has the statistics of its own batches
         check(MODELS[name], Setup(pp=2, microbatches=2, auto=True, dtype=torch.float64))
+
+
+def seen_from(ids: Tensor) -> Tensor:
+    """[rows, 1, LENGTH, LENGTH] bool: what each place may look at; the first two of row 0 are padding."""
+    visible = torch.ones(len(ids), 1, ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+    visible[0, :, :, :2] = False
+    return visible | torch.eye(ids.shape[1], dtype=torch.bool)
+
+
+def additive(ids: Tensor) -> Tensor:
+    return torch.zeros(len(ids), 1, ids.shape[1], ids.shape[1]).masked_fill(~seen_from(ids), -1e9)
+
+
+MASKS = {
+    "int64": lambda batch: batch["attention_mask"],
+    "bool": lambda batch: batch["attention_mask"].bool(),
+    "additive": lambda batch: additive(batch["input_ids"]),
+    "none": lambda batch: None,
+    "dict": lambda batch: {"full_attention": additive(batch["input_ids"])},
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("build", [gpt2, qwen2])
+@on_ranks(2)
+def test_models_take_masks_of_every_kind_under_any_name(build, kind):
+    """a9-1. Nothing may depend on what a class is called, nor on the type that a mask has at a stage's border."""
+    if kind == "dict" and build is gpt2:
+        return
+
+    def renamed() -> nn.Module:
+        module = build()
+        for part in module.modules():
+            part.__class__ = type("Anything", (type(part),), {})
+        return module
+
+    def batch(rows: int, generator: torch.Generator) -> dict[str, Any]:
+        made = text(rows, generator)
+        return {**made, "attention_mask": MASKS[kind](made)}
+
+    places = MODELS["gpt2" if build is gpt2 else "llama"].places
+    for built in (build, renamed):
+        check(Case(built, batch, places, loss_of), Setup(pp=2, microbatches=3, steps=1))
 
 
 @on_ranks(3)

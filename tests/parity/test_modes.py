@@ -181,8 +181,13 @@ def ids_of(length: int, number: int) -> Tensor:
 LENGTHS = [[16, 16], [9, 9], [24, 24], [9, 9], [16, 9], [24, 9], [9, 9], [9, 9]]
 
 
-@on_ranks(4, config={"pipeline_parallel_degree": 4, "microbatches": 2, "auto_partition": False, "default_partition": 0})
-def test_sequence_lengths_may_change_at_any_time():
+@pytest.mark.parametrize("launcher", ["mpi", pytest.param("torchrun", marks=pytest.mark.slow)])
+@on_ranks(
+    4,
+    config={"pipeline_parallel_degree": 4, "microbatches": 2, "auto_partition": False, "default_partition": 0},
+    launcher=lambda arguments: arguments["launcher"],
+)
+def test_sequence_lengths_may_change_at_any_time(launcher):
     """Shapes remembered from an earlier batch would cut tensors or hang; and no message is spent on exchanging them."""
     case = Case(Attention, tokens, [("embedding", 0), ("a", 0.3), ("b", 0.6), ("c", 0.9)])
     module, reference = build(case, torch.float32), build(case, torch.float32)
