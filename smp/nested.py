@@ -50,8 +50,14 @@ def map_leaves(function: Callable[[Any], Any], obj: Any) -> Any:
     return unflatten(spec, [function(leaf) for leaf in leaves])
 
 
+_PLAIN_LEAVES = frozenset(
+    (torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None), torch.Size, torch.dtype)
+)
+
+
 def _flatten(obj: Any, leaves: list[Any], keep_tensorless: bool) -> Spec:
-    if isinstance(obj, torch.Tensor):
+    cls = type(obj)
+    if cls in _PLAIN_LEAVES or isinstance(obj, torch.Tensor):
         leaves.append(obj)
         return LEAF
     items = _open(obj)
@@ -60,14 +66,20 @@ def _flatten(obj: Any, leaves: list[Any], keep_tensorless: bool) -> Spec:
         return LEAF
     context, values = items
     start = len(leaves)
-    children = tuple([_flatten(value, leaves, keep_tensorless) for value in values])
-    opaque = dataclasses.is_dataclass(obj) and not isinstance(obj, Mapping)
+    children: list[Spec] = []
+    for value in values:
+        if type(value) in _PLAIN_LEAVES:  # most of them
+            leaves.append(value)
+            children.append(LEAF)
+        else:
+            children.append(_flatten(value, leaves, keep_tensorless))
+    opaque = cls not in (tuple, list, dict) and dataclasses.is_dataclass(obj) and not isinstance(obj, Mapping)
     if (keep_tensorless or opaque) and not any(_is_data(leaf) for leaf in leaves[start:]):
         # A dataclass without tensors is somebody's settings object; taking it apart would lose its other attributes.
         del leaves[start:]
         leaves.append(obj)
         return LEAF
-    return Container(type(obj), context, children)
+    return Container(cls, context, tuple(children))
 
 
 def _is_data(leaf: Any) -> bool:
@@ -104,7 +116,7 @@ def _unflatten(spec: Spec, leaves: Iterator[Any]) -> Any:
     if isinstance(spec, Leaf):
         return next(leaves)
     cls = spec.type
-    values = [_unflatten(child, leaves) for child in spec.children]
+    values = [next(leaves) if child is LEAF else _unflatten(child, leaves) for child in spec.children]
     if cls is list:
         return values
     if cls is tuple:

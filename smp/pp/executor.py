@@ -73,8 +73,9 @@ class Turns:
         self.measured: list[Measured] = []
         self.left_plan = False
         self._cursor = -1
-        self._turn = [threading.Semaphore(0) for _ in range(count)]
-        self._over = threading.Semaphore(0)
+        # Locks, not semaphores, which Python makes of several locks: a turn is handed over by releasing one.
+        self._turn = [_held() for _ in range(count)]
+        self._over = _held()
         self._failure: BaseException | None = None
         self._unwinding = False
         self._threads: list[threading.Thread | None] = [None] * count
@@ -180,7 +181,8 @@ class Turns:
             current.program = current.streams = None
             self.phases[k] = Phase.ENDED
             if following is None:
-                self._over.release()
+                if self._over.locked():  # in an interrupted step several programs may end it
+                    self._over.release()
             elif not self._unwinding:
                 self._hand(following)
 
@@ -198,8 +200,15 @@ class Turns:
         self._unwinding = True
         for thread, turn in zip(self._threads, self._turn, strict=True):
             if thread is not None:
-                turn.release()
+                if turn.locked():
+                    turn.release()
                 thread.join()
+
+
+def _held() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
 
 
 class ThreadState:

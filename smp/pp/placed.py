@@ -53,7 +53,7 @@ class Value:
     __slots__ = (
         "owner", "program", "shape", "stride", "dtype", "requires_grad", "local", "copies", "order", "storage",
         "version",
-        "hooks", "parameter", "spent", "graph", "run", "holder", "is_leaf",
+        "hooks", "parameter", "spent", "grad", "graph", "run", "holder", "is_leaf",
     )  # fmt: skip
 
     def __init__(
@@ -80,6 +80,7 @@ class Value:
         self.version = self.storage.version
         self.hooks: list[Callable[[torch.Tensor], torch.Tensor | None]] = []
         self.parameter: torch.Tensor | None = None  # the parameter or written buffer that this value is
+        self.grad: torch.Tensor | None = None  # what came back from other stages and later calls, where no leaf has it
         self.graph: torch.Tensor | None = None  # on the owner, the data with its autograd graph, and the calls it is of
         self.run: Run | None = None
         self.spent = False  # a backward has gone through the node that made it

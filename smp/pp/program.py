@@ -501,7 +501,7 @@ class Program:
         self.num_backwards += 1
         seed = self.step.streams.current()
         if self.num_backwards == 1:
-            self.tape.forget_data()
+            self.on_plain_tensors("backward", self.tape.forget_data, (), {})
             self.course.meet(EdgeKind.BACKWARD)
         with self.weights.in_backward():
             self.on_plain_tensors("backward", self.tape.backward, (seeds, self), {})
@@ -566,4 +566,7 @@ def _shared_storage(
 
 def _version(leaf: Any) -> int:
     """Counts in-place changes of a tensor; 0 for anything that cannot be asked."""
-    return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else 0
+    try:
+        return leaf._version
+    except (AttributeError, RuntimeError):  # no tensor, or one of inference mode
+        return 0

@@ -24,7 +24,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from smp.errors import StepError
 from smp.pp.placed import Value, user_line
-from smp.tp.delayed import hollow
 
 
 class Run:
@@ -106,10 +105,8 @@ class Tape:
             if isinstance(node, CallNode) and node.real is not None:
                 for k, (value, real) in enumerate(zip(node.outputs, node.real, strict=True)):
                     if isinstance(real, torch.Tensor) and real.requires_grad and not value.is_wanted():
-                        assert value.local is not None
                         node.real[k] = get_gradient_edge(real)
-                        value.graph = None
-                        value.local = hollow(value.local, value.local.device)
+                        value.graph = value.local = None
 
     def backward(self, seeds: list[tuple[Value, torch.Tensor | None]], program: "Backward") -> None:
         """Walk from the end; `seeds` are values with their gradients (None on ranks that do not own the value).
@@ -221,8 +218,9 @@ def _memory(tensor: torch.Tensor) -> int:
 
 def final_gradient(value: Value) -> torch.Tensor | None:
     """The gradient of a value that no later node will add to; its hooks have run."""
-    assert value.local is not None
-    gradient = value.local.grad
+    gradient = value.grad
+    if value.is_leaf and value.local is not None and value.local.grad is not None:
+        gradient = value.local.grad if gradient is None else gradient + value.local.grad
     if gradient is not None:
         for hook in value.hooks:
             replaced = hook(gradient)
@@ -249,16 +247,16 @@ def _run(nodes: list[CallNode]) -> None:
 
 
 def _accumulate(value: Value, gradient: torch.Tensor) -> None:
-    assert value.local is not None
-    if value.parameter is not None and value.local.is_leaf:
+    if value.parameter is not None and value.local is not None and value.local.is_leaf:
         torch.autograd.backward(value.local.view_as(value.local), gradient)  # so that the parameter's hooks run
-    elif value.local.grad is None:
-        value.local.grad = gradient.detach()
+    elif value.grad is None:
+        value.grad = gradient.detach()
     else:
-        # Out of place: autograd may have stored another node's gradient tensor here without copying it.
-        value.local.grad = value.local.grad + gradient
+        # Out of place: somebody else may hold that tensor.
+        value.grad = value.grad + gradient
 
 
 def _free(value: Value) -> None:
-    if value.parameter is None and value.local is not None:
+    value.grad = None
+    if value.is_leaf and value.parameter is None and value.local is not None:
         value.local.grad = None
