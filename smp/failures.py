@@ -38,6 +38,7 @@ DEADLOCK_AFTER = 20.0  # seconds after which a wait looks whether it is part of 
 DEADLOCK_STABLE = 5.0  # seconds for which a deadlock has to stay unchanged to be believed
 SPIN = 40  # tests in a row before the first sleep
 FIRST_SLEEP, LONGEST_SLEEP = 20e-6, 1e-3
+LATE = 0.02  # sleeps are this part of the time waited so far: so much too late may a wait end
 # Large messages travel in parts, each when both sides test. So a wait tests again and again while parts are coming: a
 # test that moves one is slower, by BUSY seconds and more, than one that finds nothing. One that finds nothing is
 # followed by sleep: processes that wait should leave the processors to those that compute.
@@ -119,7 +120,7 @@ class Monitor:
                 return
         wait = self._enter(Wait(call, ranks))
         try:
-            pause, fastest = FIRST_SLEEP, 1.0
+            began, fastest = time.perf_counter(), 1.0
             while True:
                 self.advance()
                 self._check(wait)
@@ -134,9 +135,8 @@ class Monitor:
                     took = now - before
                     fastest = min(fastest, took)
                     if took > 3 * fastest + BUSY:  # it moved a part of a large message; the next part follows
-                        until, pause = now + HOT, FIRST_SLEEP
-                time.sleep(pause)
-                pause = min(pause * 1.3, LONGEST_SLEEP)
+                        until, began = now + HOT, now
+                time.sleep(min(max(FIRST_SLEEP, LATE * (before - began)), LONGEST_SLEEP))
         finally:
             self._leave(wait)
 

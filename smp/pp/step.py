@@ -267,11 +267,11 @@ class _StepFunction:
         """Let the programs follow the plan, or be recorded for one. Returns the order of this rank's actions."""
         engine, context = programs[0].engine, programs[0].step
         engine.last_plan = known.plan if known is not None else None
+        if Policy.ZERO_BUBBLE in _policies(rt, engine):  # in every step alike, so that all round the same way
+            stack.enter_context(late_weights())
         engine.last_costs = [cut.cost for cut in known.cuts] if known is not None else ()
         if known is not None and known.plan is not None:
             late = any(action.kind is ActionKind.WEIGHT for row in known.plan.actions for action in row)
-            if late:
-                stack.enter_context(late_weights())
             for program, cut in zip(programs, known.cuts, strict=True):
                 program.follow(cut, late)
             return known.plan.actions[engine.rank]
