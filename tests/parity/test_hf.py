@@ -43,6 +43,18 @@ def test_models_train_on_four_stages(name):
         check(MODELS[name], Setup(pp=2, microbatches=2, auto=True, dtype=torch.float64))
 
 
+SCHEDULES = [{"pipeline": "zero_bubble"}, {"virtual_stages": 2}, {"pipeline": "auto"}, {"pipeline": "simple"}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", SCHEDULES, ids=lambda config: "-".join(map(str, config.values())))
+@pytest.mark.parametrize("name", MODELS)
+@on_ranks(3)
+def test_models_train_under_every_schedule(name, config):
+    """The order of work is planned in the first step and followed from the second on; it may change no number."""
+    check(MODELS[name], Setup(pp=3, microbatches=4, steps=3, auto=True, dtype=torch.float64, config=config))
+
+
 def seen_from(ids: Tensor) -> Tensor:
     """[rows, 1, LENGTH, LENGTH] bool: what each place may look at; the first two of row 0 are padding."""
     visible = torch.ones(len(ids), 1, ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
