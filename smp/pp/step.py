@@ -25,7 +25,6 @@ from smp.pp.plan import Known, Planner, StateWatch, kind_of
 from smp.pp.program import Program
 from smp.pp.schedule import Action, ActionKind, phase_order
 from smp.pp.simulate import Policy
-from smp.pp.weights import late_weights
 from smp.runtime import Runtime
 from smp.topology import CommGroup
 from smp.tp.watch import PartWatch
@@ -222,7 +221,7 @@ class _StepFunction:
 
         kind = kind_of(parts[0], count, model.module)
         known = self._planner.find(kind)
-        actions = self._prepare(rt, programs, known, count, stack)
+        actions = self._prepare(rt, programs, known, count)
         backwards_only = max((i + 1 for i, a in enumerate(actions) if a.kind is ActionKind.FORWARD), default=0)
 
         def before(position: int) -> None:
@@ -261,14 +260,10 @@ class _StepFunction:
             context.recorder.end_step(engine.last_plan)
         return shared
 
-    def _prepare(
-        self, rt: Runtime, programs: list[Program], known: Known | None, count: int, stack: ExitStack
-    ) -> Sequence[Action]:
+    def _prepare(self, rt: Runtime, programs: list[Program], known: Known | None, count: int) -> Sequence[Action]:
         """Let the programs follow the plan, or be recorded for one. Returns the order of this rank's actions."""
         engine, context = programs[0].engine, programs[0].step
         engine.last_plan = known.plan if known is not None else None
-        if Policy.ZERO_BUBBLE in _policies(rt, engine):  # in every step alike, so that all round the same way
-            stack.enter_context(late_weights())
         engine.last_costs = [cut.cost for cut in known.cuts] if known is not None else ()
         if known is not None and known.plan is not None:
             late = any(action.kind is ActionKind.WEIGHT for row in known.plan.actions for action in row)
@@ -300,8 +295,8 @@ class _StepFunction:
 
 
 def _policies(rt: Runtime, engine: Engine) -> list[Policy]:
-    """What to plan steps by: under "auto", the simplest policy, and the one that a layout was chosen for."""
-    return list(dict.fromkeys([*policies_of(rt.config.pipeline), engine.policy]))
+    """What to plan steps by: under "auto", the one that the layout was chosen for, unless the simplest does as well."""
+    return list(dict.fromkeys([policies_of(rt.config.pipeline)[0], engine.policy]))
 
 
 def _report_forecast(rt: Runtime, seconds: float) -> None:
