@@ -37,7 +37,9 @@ from smp.pp.engine import Engine, Reach
 from smp.pp.intercept import plain_backward
 from smp.pp.partition import Assignment
 from smp.pp.placed import current, user_line
+from smp.pp.simulate import Policy
 from smp.pp.stages import StageMap
+from smp.pp.weights import late_weights
 from smp.runtime import Runtime
 from smp.topology import CommGroup
 from smp.tp.batches import BatchCheck
@@ -396,6 +398,8 @@ class DistributedModel(ModelViews):
         """Let the engine take calls of placed modules until the step ends."""
         if self._calls_replaced is not None and self.engine.stages is not None:
             stages = self.engine.stages
+            if self.engine.policy is Policy.ZERO_BUBBLE:  # in every step alike, so that all round the same way
+                self._calls_replaced.enter_context(late_weights())
             self._calls_replaced.enter_context(stages_mod.replaced_calls(stages.replacements()))
             self._calls_replaced.enter_context(stages_mod.replaced_calls(stages.recording(), "forward"))
 

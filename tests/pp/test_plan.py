@@ -21,6 +21,7 @@ from smp.pp.plan import keeps_order
 from smp.pp.schedule import ActionKind, from_text, to_text
 from smp.pp.segments import cut
 from smp.pp.simulate import Policy, replay, simulate
+from smp.pp.weights import Late
 from smp.rng import Streams
 from tests.harness import on_ranks
 from tests.pp.reference import Net, check, linear, same, start, vectors, wrap
@@ -443,6 +444,23 @@ def put_off(model):
     return sum(a.kind is ActionKind.WEIGHT for a in plan_of(model).actions[smp.pp_rank()])
 
 
+@contextlib.contextmanager
+def counting_late():
+    """How many layers had the gradients of their weights computed after the others, in a list of one."""
+    count = [0]
+    plain = Late.accumulate
+
+    def accumulate(late):
+        count[0] += 1
+        plain(late)
+
+    Late.accumulate = accumulate
+    try:
+        yield count
+    finally:
+        Late.accumulate = plain
+
+
 @on_ranks(3)
 @pytest.mark.parametrize("shape", ["plain", "frozen", "twice", "penalty", "checkpoint", "several backwards"])
 def test_weight_gradients_may_come_later(shape):
@@ -477,8 +495,10 @@ def test_weight_gradients_may_come_later(shape):
             model.backward(more) if isinstance(model, smp.DistributedModel) else (more / 6).backward()
         return loss
 
-    model = check(net, {"a": 0, "b": 1, "c": 2}, loss_of=loss_of, pp=3, count=6, steps=4, pipeline="zero_bubble")
+    with counting_late() as late:
+        model = check(net, {"a": 0, "b": 1, "c": 2}, loss_of=loss_of, pp=3, count=6, steps=4, pipeline="zero_bubble")
     assert put_off(model) or smp.pp_rank() == 0  # nothing waits for what stage 0 computes
+    assert late[0] or not put_off(model), "planned, and not done"
 
 
 @on_ranks(4)
