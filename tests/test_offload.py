@@ -13,6 +13,7 @@ import smp
 from smp import activation, runtime
 from smp.bootstrap import HostCopies
 from smp.offload import Offload
+from smp.pp import tape
 from smp.pp.placed import current
 from smp.pp.schedule import ActionKind
 from tests.harness import on_ranks
@@ -149,6 +150,7 @@ def test_what_a_checkpoint_keeps_leaves_the_device(offloaded: bool) -> None:
 def test_a_parked_microbatch_of_a_pipeline(offloaded: bool) -> None:
     """Stage 0 runs several forwards ahead: what its modules return in glue must not stay because of the engine."""
     start(2, microbatches=3, auto_partition=False, default_partition=0, offload_activations=offloaded)
+    tape.SMALL = 0  # in this process: its tensors are not worth it otherwise
     net = Net(in_turn, blocks=nn.ModuleList([nn.Sequential(linear(seed=k), nn.Tanh()) for k in range(2 * DEPTH)]))
     made: dict[int, list[StorageWeakRef]] = {}
     parked: list[bool] = []

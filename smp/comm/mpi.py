@@ -58,7 +58,7 @@ class _Send(Request):
 
 class _Receive(Request):
     """Receives a header, compares it with what is expected, and only then lets the bytes come: MPI writes beyond the
-    end of a buffer that is shorter than a large message.
+    end of a buffer that is shorter than a large message. A few bytes come with the header.
 
     Receives of one source, tag and channel stand in a queue, so that bytes follow their own header whichever of the
     receives is tested first:
@@ -72,7 +72,7 @@ class _Receive(Request):
         self._transport = transport
         headers, self._payloads, _ = transport.comms[channel]
         self._key = (expected.source, expected.tag, channel)
-        self._header = bytearray(HEADER_BYTES)
+        self._header = bytearray(HEADER_BYTES + INLINE)
         self.header_request = headers.Irecv(self._header, expected.source, expected.tag)
         transport.waiting.setdefault(self._key, deque()).append(self)
         self._parts: list[Any] = []
@@ -103,17 +103,25 @@ class _Receive(Request):
 
     def accept_header(self) -> None:
         """The header has come: say where its bytes shall go."""
+        header = bytes(self._header[:HEADER_BYTES])
         try:
-            self._present = self._expected.check(self._header)
+            self._present = self._expected.check(header)
             memory = self._memory if self._present else torch.empty(0, device="cpu")
         except CommError as error:
             self._error = error
             memory = torch.empty(
-                payload_size(self._header), dtype=torch.uint8, device="cpu"
+                payload_size(header), dtype=torch.uint8, device="cpu"
             )  # so that the sender is done with it
         self._memory = memory
         source, tag = self._expected.source, self._expected.tag
-        self._parts = [self._payloads.Irecv(part, source, tag) for part in memory_of(self._transport.mpi, memory)]
+        nbytes = payload_size(header)
+        if nbytes <= INLINE:
+            if self._present and nbytes:
+                data = memoryview(self._header)[HEADER_BYTES : HEADER_BYTES + nbytes]
+                memoryview(memory_of(self._transport.mpi, memory)[0][0])[:] = data
+        else:
+            parts = memory_of(self._transport.mpi, memory)
+            self._parts = [self._payloads.Irecv(part, source, tag) for part in parts]
         self._bytes_may_come = True
         self._transport.arriving.add(self)
 
@@ -133,6 +141,7 @@ def memory_of(mpi: Any, tensor: Tensor) -> list[Any]:
     ]
 
 
+INLINE = 1024  # bytes of a tensor that travel with their header
 _Key = tuple[int, int, Channel]  # source, tag, channel
 
 
@@ -157,7 +166,12 @@ class MpiTransport(Transport):
         headers, payloads, _ = self.comms[channel]
         header = encode_header(tensor)
         memory = sendable(tensor) if tensor is not None else torch.empty(0, device="cpu")
-        requests = [payloads.Isend(part, dest, tag) for part in memory_of(self.mpi, memory)]
+        parts = memory_of(self.mpi, memory)
+        requests = []
+        if memory.nbytes <= INLINE:
+            header += bytes(parts[0][0])
+        else:
+            requests = [payloads.Isend(part, dest, tag) for part in parts]
         requests.append(headers.Isend(header, dest, tag))
         return self._keep(_Send(requests, (header, memory), self._lock))
 

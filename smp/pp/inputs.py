@@ -16,7 +16,7 @@ from smp.errors import StepError
 from smp.nested import flatten, unflatten
 from smp.pp.engine import Engine, Written
 from smp.pp.placed import Placed, Value
-from smp.pp.program import Program
+from smp.pp.program import Program, contiguous_stride
 from smp.pp.tape import CallNode
 
 # Above every microbatch's own tags.
@@ -102,7 +102,9 @@ def _describe(leaf: Any) -> Any:
 def place_arguments(program: Program, arguments: dict[str, Any]) -> dict[str, Any]:
     """One microbatch's arguments as glue code sees them: what was not sent everywhere is placed on stage 0."""
     leaves, spec = flatten(arguments, keep_tensorless=True)
-    return unflatten(spec, [_place(program, leaf) for leaf in leaves])
+    with torch._C.DisableTorchFunction():
+        placed = [_place(program, leaf) for leaf in leaves]
+    return unflatten(spec, placed)
 
 
 def _place(program: Program, leaf: Any) -> Any:
@@ -111,16 +113,13 @@ def _place(program: Program, leaf: Any) -> Any:
     here = program.rank == 0
     local = leaf.to(program.device).detach() if here else None
     requires_grad = leaf.requires_grad
-    value = Value(0, program, tuple(leaf.shape), _stride(leaf), leaf.dtype, requires_grad, local)
+    shape = tuple(leaf.shape)
+    value = Value(0, program, shape, contiguous_stride(shape), leaf.dtype, requires_grad, local)
     if requires_grad:
         if local is not None:
             local.requires_grad_()
         program.tape.add(CallNode("the argument", 0, [], [value], [leaf] if here else None))
     return Placed(value)
-
-
-def _stride(leaf: torch.Tensor) -> tuple[int, ...]:
-    return torch.empty(leaf.shape, device="meta").stride()
 
 
 def share_written(engine: Engine, group: Any, programs: Sequence[Program], written: Sequence[Written]) -> None:

@@ -468,7 +468,7 @@ class Program:
                 local = self.step.receive(value.shape, value.dtype, value.owner, tag, f"an input of '{reader}'")
                 local.requires_grad_(value.requires_grad)
             copy = Value(
-                stage, self, value.shape, _contiguous_stride(value.shape), value.dtype, value.requires_grad, local
+                stage, self, value.shape, contiguous_stride(value.shape), value.dtype, value.requires_grad, local
             )
             value.copies[stage] = copy
             if value.requires_grad:
@@ -544,7 +544,8 @@ def _with_graph(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.view_as(tensor)
 
 
-def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of that shape."""
     stride, count = [], 1
     for length in reversed(shape):
         stride.append(count)

@@ -77,6 +77,9 @@ class Backward(Protocol):
         """Wait for it there."""
 
 
+SMALL = 1 << 14  # bytes of a result for which letting go would take longer than it is worth
+
+
 class Tape:
     """Nodes in program order. `on_release(node)` is told of every node that can produce no more gradients."""
 
@@ -104,7 +107,9 @@ class Tape:
         for node in self._nodes:
             if isinstance(node, CallNode) and node.real is not None:
                 for k, (value, real) in enumerate(zip(node.outputs, node.real, strict=True)):
-                    if isinstance(real, torch.Tensor) and real.requires_grad and not value.is_wanted():
+                    if not isinstance(real, torch.Tensor) or real.nbytes < SMALL:
+                        continue
+                    if real.requires_grad and not value.is_wanted():
                         node.real[k] = get_gradient_edge(real)
                         value.graph = value.local = None
 

@@ -291,7 +291,8 @@ def test_a_dropped_send_still_arrives(launcher: str) -> None:
 def test_messages_beyond_what_mpi_can_count_travel_in_parts() -> None:
     """A failure means that a tensor of more than 2 GiB cannot be sent. Here parts are a thousand bytes."""
     transport, other = runtime.get().transport, 1 - smp.rank()
-    mpi.PART, before = 1000, mpi.PART
+    before = mpi.PART, mpi.INLINE
+    mpi.PART, mpi.INLINE = 1000, 16
     try:
         for elements in (249, 250, 251, 500, 777):
             tensor, buffer = torch.randn(elements), torch.zeros(elements)
@@ -302,7 +303,7 @@ def test_messages_beyond_what_mpi_can_count_travel_in_parts() -> None:
             smp.send("z" * length, other)
             assert smp.recv_from(other) == "z" * length
     finally:
-        mpi.PART = before
+        mpi.PART, mpi.INLINE = before
 
 
 @BOTH
