@@ -55,7 +55,7 @@ class Course:
         index = self._edge = self._edge + 1
         program = self._program
         if self.journal is not None:
-            program.step.watch_state()
+            program.step.watch_state(program.index)
             if kind is not EdgeKind.STRUCTURE:  # only some will be there in later steps: see `structure_sent`
                 self.journal.append(Edge(kind, source, dest, nbytes))
         if self._how is not _Stops.PLANNED:

@@ -10,8 +10,10 @@ Such steps keep the phase order, in which the forward of a microbatch is never i
 """
 
 import hashlib
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -144,40 +146,71 @@ def kind_of(arguments: dict[str, Any], count: int, root: nn.Module) -> Any:
 class StateWatch:
     """Sees whether the code between modules keeps state in the modules while a microbatch's forward runs.
 
-    If it does, another microbatch whose turn comes in the middle of that forward would see it.
+    If it does, another microbatch whose turn comes in the middle of that forward would see it. Looks at attributes, and
+    at what lists, dicts, sets and other objects in them hold, to a depth. Modules of this stage are left out: running
+    changes them, which is no matter. What the code between modules writes into them, another stage sees.
     """
 
     def __init__(self, stages: StageMap) -> None:
-        self._modules = [m for name, m in stages.root.named_modules() if stages.assignment.get(name) is None]
-        self._before = self._state()
+        self._modules: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._held: list[tuple[str, Any, Any]] = []  # what it is of, the container, what that held, or how much
+        self._seen: set[int] = set()
+        for name, module in stages.root.named_modules():
+            if stages.assignment.get(name) != stages.rank:
+                self._note_module(module)
 
     def changed(self) -> str:
-        """The name of an attribute that is another one than when the watch began; empty when there is none."""
-        for (module, before), (_, now) in zip(self._before, self._state(), strict=True):
-            if len(before) != len(now):
-                return f"{type(module).__name__} gets or loses attributes in its forward"
-            for name, value in before.items():
-                if now.get(name, self) is not value and not _same(now.get(name), value):
-                    return f"{type(module).__name__}.{name} changes in its forward"
-        return ""
+        """The name of what is another one than when the watch began; empty when there is none."""
+        for module, before in self._modules:
+            now = _attributes(module)
+            if not _same(now, before):
+                names = [n for n in {**before, **now} if not _is(now.get(n, self), before.get(n, self))]
+                return f"{type(module).__name__}.{' and '.join(names)} changes in its forward"
+        return next((f"{label} changes in its forward" for label, now, old in self._held if not _same(now, old)), "")
 
-    def _state(self) -> list[tuple[nn.Module, dict[str, Any]]]:
-        found = []
-        for module in self._modules:
-            state: dict[str, Any] = {}
-            for name, value in module.__dict__.items():
-                if name == "_call_impl":
-                    continue
-                if name in ("_parameters", "_buffers", "_modules"):
-                    state.update({f"{name[1:]} {key}": entry for key, entry in value.items()})
-                elif isinstance(value, list | set | dict) and not name.startswith("_"):
-                    state[name] = value
-                    state[f"{name} (its contents)"] = len(value)
-                else:
-                    state[name] = value
-            found.append((module, state))
-        return found
+    def _note_module(self, module: nn.Module) -> None:
+        attributes = _attributes(module)
+        self._modules.append((module, attributes))
+        for name, value in attributes.items():
+            if name in _CHILDREN or name not in _OF_EVERY_MODULE:
+                self._note(f"{type(module).__name__}.{name}", value, _DEPTH)
+
+    def _note(self, label: str, value: Any, depth: int) -> None:
+        held = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", None)
+        if not isinstance(held, _CONTAINERS) or isinstance(value, _NOT_FOLLOWED) or id(held) in self._seen:
+            return
+        self._seen.add(id(held))
+        large = len(held) > _MAX_HELD
+        self._held.append((label, held, len(held) if large else held.copy()))
+        if depth and not large:
+            for entry in held.values() if isinstance(held, dict) else held:
+                self._note(label, entry, depth - 1)
 
 
-def _same(a: Any, b: Any) -> bool:
-    return isinstance(a, int) and isinstance(b, int) and a == b
+_DEPTH = 4
+_MAX_HELD = 1000  # of more than so many things only the number is watched
+_CONTAINERS = (list, dict, set, deque)
+_CHILDREN = ("_parameters", "_buffers", "_modules")
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+_OURS = frozenset(("_call_impl", "forward", "_orig_forward"))  # put there by steps and by checkpointing
+_NOT_FOLLOWED = (torch.Tensor, nn.Module, type, ModuleType, FunctionType)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in module.__dict__.items() if name not in _OURS}
+
+
+def _same(now: Any, before: Any) -> bool:
+    if isinstance(before, int):
+        return len(now) == before
+    if len(now) != len(before):
+        return False
+    if isinstance(now, dict):
+        return now.keys() == before.keys() and all(_is(value, before[name]) for name, value in now.items())
+    if isinstance(now, set):
+        return {*map(id, now)} == {*map(id, before)}
+    return all(map(_is, now, before))
+
+
+def _is(a: Any, b: Any) -> bool:
+    return a is b or (isinstance(a, int) and isinstance(b, int) and a == b)

@@ -314,18 +314,23 @@ def _report_forecast(rt: Runtime, seconds: float) -> None:
 
 
 class _Watch:
-    """Watches for state that the code between modules keeps, once there are stages."""
+    """Watches for state that the code between modules keeps, once there are stages.
+
+    What the first microbatch sets up is there for all later ones; from then on nothing may change.
+    """
 
     def __init__(self, context: StepContext) -> None:
         self._context = context
         self._state: StateWatch | None = None
+        self._is_first = True
 
-    def __call__(self) -> None:
-        if self._context.entangled:
+    def __call__(self, microbatch: int) -> None:
+        stages = self._context.engine.stages
+        if self._context.entangled or stages is None:
             return
-        if self._state is None:
-            if self._context.engine.stages is not None:
-                self._state = StateWatch(self._context.engine.stages)
+        self._is_first = self._is_first and microbatch == 0
+        if self._is_first or self._state is None:
+            self._state = StateWatch(stages)
         else:
             self._context.entangle(self._state.changed())
 
