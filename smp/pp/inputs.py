@@ -34,10 +34,11 @@ class _Description:
 
 @dataclass(frozen=True)
 class Header:
-    """What pp_rank 0 tells the other stages about a step: the seed, and the tensors of its arguments in order."""
+    """What pp_rank 0 tells the other stages about a step: what is wrong with it, what all ranks have to agree on, and
+    the tensors of its arguments in order."""
 
     problem: str | None
-    seed: int
+    agreed: Any
     tensors: tuple[Any, ...]  # _Description, or an object that slices itself
 
 
@@ -51,9 +52,10 @@ def is_replicated(tensor: torch.Tensor) -> bool:
 
 
 def share_arguments(
-    engine: Engine, group: Any, arguments: dict[str, Any], problem: str | None, seed: int
-) -> tuple[dict[str, Any], int]:
-    """The batch of pp_rank 0 on every stage, and its seed. Raises `StepError` on every stage alike if it has a problem.
+    engine: Engine, group: Any, arguments: dict[str, Any], problem: str | None, agreed: Any
+) -> tuple[dict[str, Any], Any]:
+    """The batch of pp_rank 0 on every stage, and its `agreed`. Raises `StepError` on every stage alike if it has a
+    problem.
 
     On the other stages, tensors that are not replicated become `Unsent` stand-ins on the meta device.
     """
@@ -61,7 +63,7 @@ def share_arguments(
     slots = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) or hasattr(x, "smp_slice")]
     mine = None
     if engine.rank == 0:
-        mine = Header(problem, seed, tuple(_describe(leaves[i]) for i in slots))
+        mine = Header(problem, agreed, tuple(_describe(leaves[i]) for i in slots))
     header: Header = engine.transport.broadcast_object(mine, group, group.ranks[0], "smp.step")
     if header.problem is not None:
         raise StepError(header.problem)
@@ -90,7 +92,7 @@ def share_arguments(
             leaves[index] = buffer
     for request in requests:
         engine.monitor.wait(request.test, "smp.step, the batch from pp_rank 0", [engine.ranks[0]])
-    return unflatten(spec, leaves), header.seed
+    return unflatten(spec, leaves), header.agreed
 
 
 def _describe(leaf: Any) -> Any:

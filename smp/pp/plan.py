@@ -121,17 +121,28 @@ def keeps_order(plan: Plan, cuts: Sequence[Cut]) -> bool:
     return sent == received
 
 
-def kind_of(arguments: dict[str, Any], count: int, root: nn.Module) -> Any:
+def plain_values(arguments: dict[str, Any]) -> tuple[Any, ...]:
+    """What the plan of a step depends on among the arguments that are no tensors: flags, modes given by name, types.
+
+    Not text inside of containers: that comes with the data. Ranks may differ in these (`verbose`, a logger), so the
+    first one's count.
+    """
+    return tuple(
+        value if isinstance(value, str) else tuple(_plain(leaf) for leaf in flatten(value, keep_tensorless=True)[0])
+        for value in arguments.values()
+    )
+
+
+def _plain(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return "tensor"
+    return leaf if isinstance(leaf, bool | None) else f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+
+
+def kind_of(arguments: dict[str, Any], plain: tuple[Any, ...], count: int, root: nn.Module) -> Any:
     """What a plan depends on beside the step function; equal on all ranks of a pipeline."""
     leaves, spec = flatten(arguments, keep_tensorless=True)
-    shapes = tuple(
-        (tuple(leaf.shape), leaf.dtype)
-        if isinstance(leaf, torch.Tensor)
-        else leaf
-        if isinstance(leaf, bool | str | None)
-        else type(leaf)
-        for leaf in leaves
-    )
+    shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
     flags = hash(
         (
             tuple(module.training for module in root.modules()),
@@ -140,7 +151,7 @@ def kind_of(arguments: dict[str, Any], count: int, root: nn.Module) -> Any:
     )
     autocast = [torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in AUTOCAST_DEVICES]
     modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast)
-    return (count, spec, shapes, flags, modes)
+    return (count, spec, plain, shapes, flags, modes)
 
 
 class StateWatch:

@@ -21,7 +21,7 @@ from smp.pp.inputs import place_arguments, share_arguments, share_outputs, share
 from smp.pp.intercept import intercepted
 from smp.pp.microbatch import merge_outputs, split_arguments
 from smp.pp.placed import current
-from smp.pp.plan import Known, Planner, StateWatch, kind_of
+from smp.pp.plan import Known, Planner, StateWatch, kind_of, plain_values
 from smp.pp.program import Program
 from smp.pp.schedule import Action, ActionKind, phase_order
 from smp.pp.simulate import Policy
@@ -205,7 +205,7 @@ class _StepFunction:
                 "with pipeline_parallel_degree > 1, make the smp.DistributedModel before calling a step function."
             )
         engine: Engine = model.engine
-        parts, seed = self._share(rt, engine, arguments, count, seed)
+        parts, seed, plain = self._share(rt, engine, arguments, count, seed)
         streams = rng.Streams(_salt(rt))
         reach = Reach(model._parameter_done)
         context = StepContext(engine, streams, rng.mix(seed, rt.rdp_rank), reach)
@@ -219,7 +219,7 @@ class _StepFunction:
         model._calls_replaced = stack.enter_context(ExitStack())
         model._replace_calls()
 
-        kind = kind_of(parts[0], count, model.module)
+        kind = kind_of(parts[0], plain, count, model.module)
         known = self._planner.find(kind)
         actions = self._prepare(rt, programs, known, count)
         backwards_only = max((i + 1 for i, a in enumerate(actions) if a.kind is ActionKind.FORWARD), default=0)
@@ -278,20 +278,21 @@ class _StepFunction:
 
     def _share(
         self, rt: Runtime, engine: Engine, arguments: dict[str, Any], count: int, seed: int
-    ) -> tuple[list[dict[str, Any]], int]:
-        problem = None
+    ) -> tuple[list[dict[str, Any]], int, tuple[Any, ...]]:
+        """The microbatches' arguments; the seed and the plain values that all ranks go by."""
+        problem, agreed = None, (seed, plain_values(arguments))
         if engine.rank == 0:
             if rt.tp_size > 1:
                 group = rt.group(CommGroup.TP_GROUP)
-                seed = rt.transport.broadcast_object(seed, group, group.ranks[0], "smp.step")
+                agreed = rt.transport.broadcast_object(agreed, group, group.ranks[0], "smp.step")
             try:
                 _check_batch(rt, arguments)
                 split_arguments(arguments, count, self._non_split, self._axes)
             except StepError as error:
                 problem = str(error)
         group = rt.group(CommGroup.PP_GROUP)
-        shared, seed = share_arguments(engine, group, arguments, problem, seed)
-        return split_arguments(shared, count, self._non_split, self._axes), seed
+        shared, agreed = share_arguments(engine, group, arguments, problem, agreed)
+        return split_arguments(shared, count, self._non_split, self._axes), *agreed
 
 
 def _policies(rt: Runtime, engine: Engine) -> list[Policy]:

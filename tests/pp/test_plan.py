@@ -330,6 +330,26 @@ def test_other_shapes_are_planned_anew():
 
 
 @on_ranks(2)
+def test_ranks_may_differ_in_flags_and_objects():
+    """A step that one rank takes for a known one and another for a new one would be recorded by one of them only,
+    and hang. `names` are new in every batch: they must not cost the plan."""
+    start(2, microbatches=2)
+    model = wrap(chain().double(), CHAIN)
+
+    @smp.step
+    def train(batch, verbose=False, logger=None):
+        loss = model(batch["x"])
+        model.backward(loss)
+        return loss
+
+    for step in range(6):
+        batch = {**vectors(4), "names": [f"sample {step}", "other"]}
+        mine = smp.rank() == 0 and step % 2 == 0
+        train(batch, verbose=mine, logger=object() if mine else None)
+        assert (plan_of(model) is None) == (step < 2)
+
+
+@on_ranks(2)
 def test_random_numbers_between_modules_do_not_depend_on_the_order():
     """Turns pass in the middle of a stream: what glue code draws must not shift."""
 
