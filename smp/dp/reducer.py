@@ -48,6 +48,7 @@ from smp.dp.tied import TiedGroup
 from smp.dp.uneven import Kind, UnevenInputs
 from smp.errors import StepError, UsageError
 from smp.groups import Group
+from smp.pp.weights import TAKES_NONE
 
 FIRST_BUCKET_BYTES = 2**20  # small, so that the first reduction starts early
 
@@ -456,13 +457,18 @@ class Reducer:
     def _attach_hooks(self) -> None:
         for index, param in enumerate(self._params):
             if param.requires_grad and not self._handles[index] and (self.dp.size > 1 or index in self._tied):
-                self._handles[index].append(param.register_post_accumulate_grad_hook(partial(self._on_gradient, index)))
+                on_gradient = partial(self._on_gradient, index)
+                setattr(on_gradient, TAKES_NONE, True)
+                self._handles[index].append(param.register_post_accumulate_grad_hook(on_gradient))
                 if self._mean_over[index] is self.rdp and self._arriving_scale != 1.0:
                     self._handles[index].append(param.register_hook(self._scale_arriving))
 
-    def _scale_arriving(self, grad: Tensor) -> Tensor:
-        """Turns the sum over the tensor-parallel group's batches into their mean, before it meets what is there."""
-        return grad * self._arriving_scale
+    def _scale_arriving(self, grad: Tensor | None) -> Tensor | None:
+        """Turns the sum over the tensor-parallel group's batches into their mean, before it meets what is there. None
+        arrives when the gradient is put off."""
+        return None if grad is None else grad * self._arriving_scale
+
+    setattr(_scale_arriving, TAKES_NONE, True)
 
     def _on_gradient(self, index: int, param: Tensor) -> None:
         """`param.grad` has just received a gradient."""

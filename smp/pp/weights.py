@@ -7,8 +7,8 @@ for it, their input and the gradient of their output, is kept until then. All ot
     y = x w' + b      backward of a turn:  x.grad = g w            kept: (x, g)
                       later, a W turn:     w.grad += g' x    b.grad += sum g
 
-Not put off, but computed at once: under autocast, where a weight is no leaf (a parametrization computes it), and in any
-backward but the pipeline's own (a gradient penalty inside a module).
+Not put off, but computed at once: under autocast, where a weight is no leaf (a parametrization computes it) or has
+hooks, and in any backward but the pipeline's own (a gradient penalty inside a module).
 """
 
 from collections.abc import Callable, Iterator
@@ -21,6 +21,8 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from smp.pp.placed import current
+
+TAKES_NONE = "_smp_takes_none"  # of a hook on a parameter that may be called without a gradient
 
 
 class Late(NamedTuple):
@@ -145,7 +147,17 @@ def _can_wait(x: Any, weight: Any, bias: Any) -> Any:
         return None
     if torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling():
         return None
+    if _has_hooks(weight) or (bias is not None and _has_hooks(bias)):
+        return None
     return program if torch._C._functorch.peek_interpreter_stack() is None else None
+
+
+def _has_hooks(parameter: Parameter) -> bool:
+    """Whether somebody wants to see its gradients: hooks run when they are put off, too, and then without them."""
+    for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
+        if hooks and not all(getattr(hook, TAKES_NONE, False) for hook in hooks.values()):
+            return True
+    return False
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

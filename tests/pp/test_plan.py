@@ -558,6 +558,69 @@ def test_weight_gradients_may_come_later(shape):
     assert late[0] or not put_off(model), "planned, and not done"
 
 
+@on_ranks(2)
+def test_hooks_of_weights_see_their_gradients_under_every_schedule():
+    """A failure means that a hook runs without a gradient, on a part of one, or twice."""
+
+    def hooked(net):
+        def double(parameter):
+            parameter.grad.mul_(2)
+
+        for module in (net.a, net.b):
+            module.up.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+            module.down.weight.register_post_accumulate_grad_hook(double)
+
+    start(2, microbatches=4, pipeline="zero_bubble")
+    net = Net(lambda net, x: net.b(net.a(x)).pow(2).mean(), a=Wide(1), b=Wide(2)).double()
+    plain = copy.deepcopy(net)
+    hooked(plain)
+    model = wrap(net, CHAIN)
+    hooked(net)
+
+    @smp.step
+    def train(x):
+        loss = model(x)
+        model.backward(loss)
+        return loss
+
+    for step in range(3):
+        x = vectors(8, seed=step)["x"]
+        train(x)
+        for part in x.chunk(4):
+            (plain(part) / 4).backward()
+        for name, parameter in model.local_named_parameters():
+            same(parameter.grad, dict(plain.named_parameters())[name].grad, f"step {step}: {name}")
+
+
+@on_ranks(4)
+def test_parts_of_layers_may_put_their_gradients_off():
+    """The reducer scales what arrives at a part of a weight by a hook: a failure means that it met no gradient."""
+    start(2, microbatches=4, pipeline="zero_bubble", tensor_parallel_degree=2)
+    net = Net(lambda net, x: net.b(net.a(x)).pow(2).mean(), a=Wide(1), b=Wide(2)).double()
+    plain = copy.deepcopy(net)
+    for module in (net.a.middle, net.b.middle):
+        smp.set_tensor_parallelism(module)
+    model = wrap(net, CHAIN)
+
+    @smp.step
+    def train(x):
+        loss = model(x)
+        model.backward(loss)
+        return loss
+
+    x = vectors(16)["x"]
+    for _ in range(3):
+        model.zero_grad()
+        plain.zero_grad()
+        train(x.chunk(2)[smp.tp_rank()])
+        plain(x).backward()
+        for name, parameter in model.local_named_parameters():
+            want = dict(plain.named_parameters())[name].grad
+            if parameter.shape == want.shape:
+                same(parameter.grad, want, name)
+    assert put_off(model) or smp.pp_rank() == 0
+
+
 @on_ranks(4)
 def test_replicas_reduce_gradients_that_come_later():
     """A bucket must not be reduced before the last of its gradients is there."""
@@ -578,13 +641,15 @@ def test_replicas_reduce_gradients_that_come_later():
     for _ in range(4):
         optimizer.zero_grad()
         theirs.zero_grad()
-        train(x.chunk(2)[smp.rdp_rank()])
+        with counting_late() as late:
+            train(x.chunk(2)[smp.rdp_rank()])
         plain(x).backward()
         optimizer.step()
         theirs.step()
         for name, parameter in model.local_named_parameters():
             same(parameter.grad, dict(plain.named_parameters())[name].grad, name)
     assert put_off(model) or smp.pp_rank() == 0
+    assert late[0]
 
 
 @on_ranks(2)
