@@ -1,7 +1,7 @@
 """Runs the programs of a step's microbatches in the order of an action list.
 
-One thread per microbatch, exactly one running. A program has the turn until it stands at its next stop; then it looks
-up whose turn is next and hands it over straight to that thread, or goes on when it is its own:
+A thread for each microbatch that has begun, exactly one running. A program has the turn until it stands at its next
+stop; then it looks up whose turn is next and hands it over straight to that thread, or goes on when it is its own:
 
     thread 0   F0 | hand to 1                    | B0 ...
     thread 1          F1 | hand to 0 ........... |
@@ -78,7 +78,8 @@ class Turns:
         self._over = _held()
         self._failure: BaseException | None = None
         self._unwinding = False
-        self._threads: list[threading.Thread | None] = [None] * count
+        self._ended = [_held() for _ in range(count)]
+        self._workers: list[Worker] = []
         self._state = ThreadState()
         self._step = programs[0].step
         self._began = self._waited = 0.0
@@ -158,33 +159,38 @@ class Turns:
         if self._unwinding:
             raise _Unwind
         if self.phases[k] is Phase.NEW:
-            thread = threading.Thread(target=self._main, args=(k,), name=f"microbatch-{k}", daemon=True)
-            self._threads[k] = thread
-            thread.start()
+            self._workers.append(Worker.start(self._main, k))
         else:
             self._turn[k].release()
 
     def _main(self, k: int) -> None:
-        following = None
+        following: int | None = k
         try:
-            self.phases[k] = Phase.RUNNING
-            self._begin_turn()
-            self._state.context.copy().run(self._run_program, k)
-            self.phases[k] = Phase.ENDED
-            self._end_turn()
-            following = self._next()
+            while following is not None and self.phases[following] is Phase.NEW:  # goes on in this thread
+                k = following
+                self.phases[k] = Phase.RUNNING
+                self._begin_turn()
+                self._state.context.copy().run(self._run_program, k)
+                self._end(k)
+                self._end_turn()
+                following = self._next()
         except _Unwind:
-            pass
+            following = None
         except BaseException as error:  # handed to the main thread, which raises it
-            self._failure = error
+            self._failure, following = error, None
         finally:
             current.program = current.streams = None
-            self.phases[k] = Phase.ENDED
+            self._end(k)
             if following is None:
                 if self._over.locked():  # in an interrupted step several programs may end it
                     self._over.release()
             elif not self._unwinding:
                 self._hand(following)
+
+    def _end(self, k: int) -> None:
+        self.phases[k] = Phase.ENDED
+        if self._ended[k].locked():
+            self._ended[k].release()
 
     def _run_program(self, k: int) -> None:
         program = self._programs[k]
@@ -198,11 +204,50 @@ class Turns:
     def _unwind(self) -> None:
         """End what has not ended, one program after another: none but the one that runs now gets anywhere."""
         self._unwinding = True
-        for thread, turn in zip(self._threads, self._turn, strict=True):
-            if thread is not None:
-                if turn.locked():
-                    turn.release()
-                thread.join()
+        for k, phase in enumerate(self.phases):
+            if phase is not Phase.NEW:
+                if self._turn[k].locked():
+                    self._turn[k].release()
+                self._ended[k].acquire()
+        for worker in self._workers:
+            worker.wait()
+
+
+class Worker:
+    """A thread that runs microbatches and outlives steps: starting one takes time, and so does what libraries set up
+    for every new thread (buffers of matrix products, memory arenas)."""
+
+    _idle: list["Worker"] = []
+
+    def __init__(self) -> None:
+        self._go = _held()
+        self._finished = threading.Lock()
+        self._job: tuple[Callable[..., None], tuple[Any, ...]] | None = None
+        threading.Thread(target=self._loop, name="smp-microbatches", daemon=True).start()
+
+    @classmethod
+    def start(cls, function: Callable[..., None], *args: Any) -> "Worker":
+        """Let an idle worker, or a new one, run `function`, which must not raise."""
+        worker = cls._idle.pop() if cls._idle else cls()  # the one that was busy last: its memory is warm
+        worker._job, worker._finished = (function, args), _held()
+        worker._go.release()
+        return worker
+
+    def wait(self) -> None:
+        """Until it has ended."""
+        with self._finished:
+            pass
+
+    def _loop(self) -> None:
+        while True:
+            self._go.acquire()
+            assert self._job is not None
+            (function, args), finished = self._job, self._finished
+            self._job = None
+            function(*args)
+            del function, args
+            self._idle.append(self)
+            finished.release()
 
 
 def _held() -> threading.Lock:

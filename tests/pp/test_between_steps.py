@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import smp
 from smp import StepError, runtime
+from smp.pp import tape
 from smp.pp.placed import Placed
 from tests.harness import on_ranks
 from tests.pp.reference import WIDTH, Net, check, linear, same, start, vectors, wrap
@@ -142,6 +143,7 @@ def test_results_that_nobody_can_ask_for_are_let_go():
     """A microbatch that waits for its backward holds what autograd has saved, no more; and what user code still has in
     its hands is there after the backward."""
     start(microbatches=3)
+    tape.SMALL = 0  # in this process: its tensors are not worth it otherwise
     net = Net(two_steps, a=linear(seed=1), plus=Net(lambda net, x: x + 1), b=linear(seed=2))
     model = wrap(net, AB)
     first, parked = [], []
