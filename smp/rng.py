@@ -7,8 +7,11 @@ because the seed lives in the generator itself, activation checkpointing restore
 (Splittable streams: Claessen and Palka, "Splittable pseudorandom number generators using cryptographic hashing", 2013.)
 """
 
+import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -90,6 +93,23 @@ class Streams:
 def draw_seed() -> int:
     """A seed drawn from the user's own generator: the same script, seeded the same, repeats itself."""
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+
+
+def shared_states() -> tuple[Any, Any]:
+    """Where the generators of Python and numpy (if it is there) stand, to be compared or for `restore_shared`. They are
+    the same for all microbatches: steps have streams of torch's only."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return random.getstate(), None
+    name, key, *rest = numpy.random.get_state()
+    return random.getstate(), (name, key.tolist(), *rest)
+
+
+def restore_shared(states: tuple[Any, Any]) -> None:
+    """Go on where `shared_states` was asked."""
+    random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy"].random.set_state(states[1])
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from smp.pp.schedule import ActionKind
 from smp.pp.segments import Cut, cut
 from smp.pp.simulate import Plan, Policy
 from smp.pp.stages import StageMap
+from smp.rng import shared_states
 from smp.runtime import Runtime
 from smp.topology import CommGroup
 
@@ -155,7 +156,8 @@ def kind_of(arguments: dict[str, Any], plain: tuple[Any, ...], count: int, root:
 
 
 class StateWatch:
-    """Sees whether the code between modules keeps state in the modules while a microbatch's forward runs.
+    """Sees whether the code between modules keeps state in the modules while a microbatch's forward runs, or draws from
+    generators that steps know nothing of.
 
     If it does, another microbatch whose turn comes in the middle of that forward would see it. Looks at attributes, and
     at what lists, dicts, sets and other objects in them hold, to a depth. Modules of this stage are left out: running
@@ -166,6 +168,7 @@ class StateWatch:
         self._modules: list[tuple[nn.Module, dict[str, Any]]] = []
         self._held: list[tuple[str, Any, Any]] = []  # what it is of, the container, what that held, or how much
         self._seen: set[int] = set()
+        self._draws = shared_states()
         for name, module in stages.root.named_modules():
             if stages.assignment.get(name) != stages.rank:
                 self._note_module(module)
@@ -177,6 +180,8 @@ class StateWatch:
             if not _same(now, before):
                 names = [n for n in {**before, **now} if not _is(now.get(n, self), before.get(n, self))]
                 return f"{type(module).__name__}.{' and '.join(names)} changes in its forward"
+        if self._draws != shared_states():
+            return "it draws random numbers from Python's or numpy's generator, which all microbatches share"
         return next((f"{label} changes in its forward" for label, now, old in self._held if not _same(now, old)), "")
 
     def _note_module(self, module: nn.Module) -> None:

@@ -12,7 +12,6 @@ itself, the caller is opaque in turn. A model of which more than half would be o
 
 import copy
 import logging
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,6 +30,7 @@ from smp.pp.intercept import checkpoint_replaced
 from smp.pp.meter import Ledger, Meter, survey
 from smp.pp.placed import Placed
 from smp.pp.tree import ancestors, is_inside
+from smp.rng import restore_shared, shared_states
 
 _tracing = False
 _TORCH_LOG = logging.getLogger("torch._subclasses.fake_tensor")
@@ -49,7 +49,7 @@ def tracing() -> Iterator[None]:
     """Inside, `is_tracing` holds; random generators stand afterwards where they stood before."""
     global _tracing
     states = [(generator, generator.get_state()) for generator in default_generators()]
-    python_state = random.getstate()
+    shared = shared_states()
     level = _TORCH_LOG.level
     _TORCH_LOG.setLevel(logging.CRITICAL)  # what fails is dealt with, and told in one line
     _tracing = True
@@ -58,7 +58,7 @@ def tracing() -> Iterator[None]:
     finally:
         _tracing = False
         _TORCH_LOG.setLevel(level)
-        random.setstate(python_state)
+        restore_shared(shared)
         for generator, state in states:
             generator.set_state(state)
 

@@ -187,57 +187,6 @@ def test_a_model_that_goes_back_and_forth_is_planned():
     assert kinds.count(ActionKind.FORWARD) > 1
 
 
-KEPT = {
-    "attribute": (lambda net, m: setattr(net, "kept", m), lambda net: net.kept),
-    "list": (lambda net, m: net._kept.__setitem__(0, m), lambda net: net._kept[0]),
-    "dict": (lambda net, m: net.inner["deep"].update(m=m), lambda net: net.inner["deep"]["m"]),
-    "object": (lambda net, m: setattr(net.context, "m", m), lambda net: net.context.m),
-    "module": (lambda net, m: setattr(net.a, "m", m), lambda net: net.a.m),
-}
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("where", list(KEPT))
-def test_state_kept_between_modules_keeps_the_phase_order(where):
-    """Its forward must not be interrupted: another microbatch would overwrite what it keeps, here a plain mask, so
-    that nothing would tell."""
-    keep, kept = KEPT[where]
-
-    def forward(net, x, mask):
-        keep(net, mask)
-        y = net.a(net.b(net.a(x)))
-        return net.b(y * kept(net)[:, None]).pow(2).mean()
-
-    state = {"_kept": [None], "inner": {"deep": {}}, "context": SimpleNamespace()}
-    model = check(chain(forward, **state), CHAIN, vectors(8, mask=torch.arange(8)), count=4, steps=3)
-    assert plan_of(model) is None
-
-
-@on_ranks(2)
-def test_state_that_stays_as_it_is_does_not_matter():
-    """A model with a configuration, counters of its parts and lists of its own must not lose its plan."""
-
-    class Counting(nn.Module):
-        def __init__(self, seed):
-            super().__init__()
-            self.inner, self.calls, self.shapes = linear(seed=seed), 0, []
-
-        def forward(self, x):
-            self.calls += 1
-            self.shapes.append(x.shape)
-            return self.inner(x)
-
-    def forward(net, x):
-        y = net.b(net.a(net.b(net.a(x))))
-        if net.config.kind is None:  # as classifiers of transformers do
-            net.config.kind = "regression"
-        return y.pow(2).mean()
-
-    config = SimpleNamespace(sizes=[1, 2], names={"a": 1}, kind=None)
-    model = check(Net(forward, a=Counting(1), b=Counting(2), config=config), CHAIN, count=4, steps=3)
-    assert plan_of(model) is not None
-
-
 @on_ranks(2)
 def test_a_buffer_written_between_modules_keeps_the_phase_order():
     """The same for buffers, whose owner changes with the write."""
@@ -320,26 +269,6 @@ def test_other_shapes_are_planned_anew():
         assert (plan_of(model) is None) == (step in (0, 2))
     for name, parameter in model.local_named_parameters():
         same(parameter.grad, dict(plain.named_parameters())[name].grad, name)
-
-
-@on_ranks(2)
-def test_ranks_may_differ_in_flags_and_objects():
-    """A step that one rank takes for a known one and another for a new one would be recorded by one of them only,
-    and hang. `names` are new in every batch: they must not cost the plan."""
-    start(2, microbatches=2)
-    model = wrap(chain().double(), CHAIN)
-
-    @smp.step
-    def train(batch, verbose=False, logger=None):
-        loss = model(batch["x"])
-        model.backward(loss)
-        return loss
-
-    for step in range(6):
-        batch = {**vectors(4), "names": [f"sample {step}", "other"]}
-        mine = smp.rank() == 0 and step % 2 == 0
-        train(batch, verbose=mine, logger=object() if mine else None)
-        assert (plan_of(model) is None) == (step < 2)
 
 
 @on_ranks(2)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from smp import log, runtime
 from smp.pp.cost import ZERO
 from smp.pp.measure import measure
 from smp.pp.trace import trace
+from smp.rng import shared_states
 from tests.harness import ROOT, on_ranks, test_environment
 
 TEXT = torch.zeros(2, 8, dtype=torch.long)
@@ -117,6 +119,7 @@ def test_nothing_stays_of_a_trace():
         net.seen = x.shape
         net.buffer += 1
         random.random()
+        np.random.rand()
         return net.norm(F.dropout(net.layer(x), 0.5))
 
     net = Code(forward, layer=nn.Linear(4, 4), norm=nn.BatchNorm1d(4))
@@ -124,11 +127,11 @@ def test_nothing_stays_of_a_trace():
     before = {name: value.clone() for name, value in net.state_dict().items()}
     torch.manual_seed(5)
     random.seed(5)
-    states = torch.get_rng_state(), random.getstate()
+    states = torch.get_rng_state(), shared_states()
     costs = trace(net, (torch.zeros(3, 4),), {})
     measured = measure(net, (torch.ones(3, 4),), {}, costs, True, True)
     assert measured is not None and measured.measured
-    assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
+    assert torch.equal(states[0], torch.get_rng_state()) and states[1] == shared_states()
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert not hasattr(net, "seen") and all(p.grad is None for p in net.parameters())
     assert not smp.is_tracing()

@@ -1,0 +1,120 @@
+"""What microbatches share beside the model's parameters: state that code keeps, generators, what ranks are given."""
+
+import copy
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import smp
+from tests.harness import on_ranks
+from tests.pp.reference import WIDTH, Net, check, linear, same, start, vectors, wrap
+from tests.pp.test_plan import CHAIN, chain, plan_of
+
+KEPT = {
+    "attribute": (lambda net, m: setattr(net, "kept", m), lambda net: net.kept),
+    "list": (lambda net, m: net._kept.__setitem__(0, m), lambda net: net._kept[0]),
+    "dict": (lambda net, m: net.inner["deep"].update(m=m), lambda net: net.inner["deep"]["m"]),
+    "object": (lambda net, m: setattr(net.context, "m", m), lambda net: net.context.m),
+    "module": (lambda net, m: setattr(net.a, "m", m), lambda net: net.a.m),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("where", list(KEPT))
+def test_state_kept_between_modules_keeps_the_phase_order(where):
+    """Its forward must not be interrupted: another microbatch would overwrite what it keeps, here a plain mask, so
+    that nothing would tell."""
+    keep, kept = KEPT[where]
+
+    def forward(net, x, mask):
+        keep(net, mask)
+        y = net.a(net.b(net.a(x)))
+        return net.b(y * kept(net)[:, None]).pow(2).mean()
+
+    state = {"_kept": [None], "inner": {"deep": {}}, "context": SimpleNamespace()}
+    model = check(chain(forward, **state), CHAIN, vectors(8, mask=torch.arange(8)), count=4, steps=3)
+    assert plan_of(model) is None
+
+
+@on_ranks(2)
+def test_state_that_stays_as_it_is_does_not_matter():
+    """A model with a configuration, counters of its parts and lists of its own must not lose its plan."""
+
+    class Counting(nn.Module):
+        def __init__(self, seed):
+            super().__init__()
+            self.inner, self.calls, self.shapes = linear(seed=seed), 0, []
+
+        def forward(self, x):
+            self.calls += 1
+            self.shapes.append(x.shape)
+            return self.inner(x)
+
+    def forward(net, x):
+        y = net.b(net.a(net.b(net.a(x))))
+        if net.config.kind is None:  # as classifiers of transformers do
+            net.config.kind = "regression"
+        return y.pow(2).mean()
+
+    config = SimpleNamespace(sizes=[1, 2], names={"a": 1}, kind=None)
+    model = check(Net(forward, a=Counting(1), b=Counting(2), config=config), CHAIN, count=4, steps=3)
+    assert plan_of(model) is not None
+
+
+@on_ranks(2)
+def test_ranks_may_differ_in_flags_and_objects():
+    """A step that one rank takes for a known one and another for a new one would be recorded by one of them only,
+    and hang. `names` are new in every batch: they must not cost the plan."""
+    start(2, microbatches=2)
+    model = wrap(chain().double(), CHAIN)
+
+    @smp.step
+    def train(batch, verbose=False, logger=None):
+        loss = model(batch["x"])
+        model.backward(loss)
+        return loss
+
+    for step in range(6):
+        batch = {**vectors(4), "names": [f"sample {step}", "other"]}
+        mine = smp.rank() == 0 and step % 2 == 0
+        train(batch, verbose=mine, logger=object() if mine else None)
+        assert (plan_of(model) is None) == (step < 2)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("source", ["python", "numpy"])
+def test_random_numbers_of_python_and_numpy_are_drawn_in_the_order_of_microbatches(source):
+    """They have one generator for all microbatches: under a plan every rank would draw in an order of its own."""
+
+    def forward(net, x):
+        number = random.random() if source == "python" else float(np.random.rand())
+        y = net.a(net.b(net.a(x))) * torch.full((WIDTH,), number, dtype=x.dtype)
+        return net.b(y).pow(2).mean()
+
+    start(2, microbatches=4)
+    net = chain(forward).double()
+    plain = copy.deepcopy(net)
+    model = wrap(net, CHAIN)
+
+    @smp.step
+    def train(x):
+        loss = model(x)
+        model.backward(loss)
+        return loss
+
+    def seed(number):
+        random.seed(number)
+        np.random.seed(number)
+
+    for step in range(3):
+        x = vectors(8, seed=step)["x"]
+        seed(step)
+        losses = train(x).outputs
+        seed(step)
+        for k, part in enumerate(x.chunk(4)):
+            same(losses[k], plain(part).detach(), f"step {step}, microbatch {k}")
+    assert plan_of(model) is None
