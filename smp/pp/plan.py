@@ -10,10 +10,11 @@ Such steps keep the phase order, in which the forward of a microbatch is never i
 """
 
 import hashlib
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import FunctionType, ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -159,14 +160,16 @@ class StateWatch:
     """Sees whether the code between modules keeps state in the modules while a microbatch's forward runs, or draws from
     generators that steps know nothing of.
 
-    If it does, another microbatch whose turn comes in the middle of that forward would see it. Looks at attributes, and
-    at what lists, dicts, sets and other objects in them hold, to a depth. Modules of this stage are left out: running
-    changes them, which is no matter. What the code between modules writes into them, another stage sees.
+    If it does, another microbatch whose turn comes in the middle of that forward would see it. Looks at attributes, at
+    globals and closures of the code of forwards, and at what lists, dicts, sets and other objects in them hold,
+    to a depth. Modules of this stage are left out: running changes them, which is no matter. What the code between
+    modules writes into them, another stage sees.
     """
 
     def __init__(self, stages: StageMap) -> None:
         self._modules: list[tuple[nn.Module, dict[str, Any]]] = []
         self._held: list[tuple[str, Any, Any]] = []  # what it is of, the container, what that held, or how much
+        self._globals: list[tuple[str, dict[str, Any], dict[str, Any]]] = []  # of which code, all, those that it names
         self._seen: set[int] = set()
         self._draws = shared_states()
         for name, module in stages.root.named_modules():
@@ -182,14 +185,37 @@ class StateWatch:
                 return f"{type(module).__name__}.{' and '.join(names)} changes in its forward"
         if self._draws != shared_states():
             return "it draws random numbers from Python's or numpy's generator, which all microbatches share"
+        for label, variables, named in self._globals:
+            if not all(_is(variables.get(name), value) for name, value in named.items()):
+                return f"a global variable that {label} uses changes in its forward"
         return next((f"{label} changes in its forward" for label, now, old in self._held if not _same(now, old)), "")
 
     def _note_module(self, module: nn.Module) -> None:
         attributes = _attributes(module)
         self._modules.append((module, attributes))
         for name, value in attributes.items():
-            if name in _CHILDREN or name not in _OF_EVERY_MODULE:
+            if isinstance(value, FunctionType):
+                self._note_code(f"{type(module).__name__}.{name}", value, _DEPTH)
+            elif name in _CHILDREN or name not in _OF_EVERY_MODULE:
                 self._note(f"{type(module).__name__}.{name}", value, _DEPTH)
+        if isinstance(type(module).forward, FunctionType):
+            self._note_code(f"{type(module).__name__}.forward", type(module).forward, _DEPTH)
+
+    def _note_code(self, label: str, function: Any, depth: int) -> None:
+        """Global variables and closures of a function, and of those that it calls in the same package."""
+        package = _package(function)
+        if id(function.__code__) in self._seen or package in ("torch", "smp"):
+            return
+        self._seen.add(id(function.__code__))
+        variables, code = function.__globals__, function.__code__
+        named = {name: variables[name] for name in code.co_names if name in variables}
+        self._globals.append((label, variables, named))
+        cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+        for value in [*named.values(), *cells]:
+            if not isinstance(value, FunctionType):
+                self._note(f"what {label} uses", value, _DEPTH)
+            elif depth and _package(value) == package:
+                self._note_code(label, value, depth - 1)
 
     def _note(self, label: str, value: Any, depth: int) -> None:
         held = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", None)
@@ -209,7 +235,11 @@ _CONTAINERS = (list, dict, set, deque)
 _CHILDREN = ("_parameters", "_buffers", "_modules")
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 _OURS = frozenset(("_call_impl", "forward", "_orig_forward"))  # put there by steps and by checkpointing
-_NOT_FOLLOWED = (torch.Tensor, nn.Module, type, ModuleType, FunctionType)
+_NOT_FOLLOWED = (torch.Tensor, nn.Module, type, ModuleType, FunctionType, logging.Logger)
+
+
+def _package(function: FunctionType) -> str:
+    return (function.__module__ or "").partition(".")[0]
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

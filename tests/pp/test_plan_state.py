@@ -14,7 +14,18 @@ from tests.harness import on_ranks
 from tests.pp.reference import WIDTH, Net, check, linear, same, start, vectors, wrap
 from tests.pp.test_plan import CHAIN, chain, plan_of
 
+CONTEXT = {}
+_current = None
+
+
+def set_current(mask):
+    global _current
+    _current = mask
+
+
 KEPT = {
+    "global": (lambda net, m: set_current(m), lambda net: _current),
+    "in a global": (lambda net, m: CONTEXT.update(m=m), lambda net: CONTEXT["m"]),
     "attribute": (lambda net, m: setattr(net, "kept", m), lambda net: net.kept),
     "list": (lambda net, m: net._kept.__setitem__(0, m), lambda net: net._kept[0]),
     "dict": (lambda net, m: net.inner["deep"].update(m=m), lambda net: net.inner["deep"]["m"]),
