@@ -40,10 +40,15 @@ MAX_FAILURES = 3
 
 @dataclass
 class Known:
-    """What is known of one kind of step: its plan, or none while it keeps the phase order."""
+    """What is known of one kind of step: its plan, or none while it keeps the phase order.
+
+    `single_backward`: every microbatch of the last one had one backward and no forward after it. Then a parameter that
+    no unfinished node reaches is done, and its reduction may start while the step still runs.
+    """
 
     plan: Plan | None
     cuts: list[Cut] = field(default_factory=list)
+    single_backward: bool = False
 
 
 class Planner:
@@ -57,6 +62,11 @@ class Planner:
     def find(self, kind: Any) -> Known | None:
         """What is known of steps of this kind; None: to be recorded."""
         return self._known.get(kind)
+
+    def note(self, kind: Any, single_backward: bool) -> None:
+        """A step of this kind has run; see `Known`."""
+        if (known := self._known.get(kind)) is not None:
+            known.single_backward = single_backward
 
     def learn(
         self, kind: Any, rt: Runtime, journals: Sequence[Journal], entangled: str, policies: Sequence[Policy]

@@ -65,6 +65,11 @@ class Program:
         self._last_tag = self._next_tag + _TAGS_PER_MICROBATCH - 2
         self._known: dict[int, tuple[torch.Tensor, Value]] = {}  # parameters and adopted tensors by id
 
+    @property
+    def had_one_backward(self) -> bool:
+        """Whether it has begun its backward, the only one so far, and run no forward after that."""
+        return self.num_backwards == 1 and not self.called_after_backward
+
     def next_order(self) -> int:
         self._order += 1
         return self._order

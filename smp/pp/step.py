@@ -86,9 +86,6 @@ class _StepFunction:
         self._detach = detach_outputs
         self._microbatches = microbatches
         self._check_names()
-        # Whether every microbatch of the last run had one backward and no forward after it: then a parameter that no
-        # unfinished node reaches is done, and its reduction may start while the step still runs.
-        self._single_backward = False
         self._planner = Planner(function.__qualname__)
         self._watched = False  # for parts of split parameters, in the first run
         self._durations: list[float] = []  # of the first three training steps, in seconds
@@ -225,8 +222,8 @@ class _StepFunction:
         backwards_only = max((i + 1 for i, a in enumerate(actions) if a.kind is ActionKind.FORWARD), default=0)
 
         def before(position: int) -> None:
-            forwards_over = position >= backwards_only and all(program.num_backwards for program in programs)
-            if forwards_over and self._single_backward and not (turns.left_plan or reach.sealed):
+            forwards_over = position >= backwards_only and all(p.had_one_backward for p in programs)
+            if forwards_over and known is not None and known.single_backward and not (turns.left_plan or reach.sealed):
                 model._seal(reach)  # not by the plan alone: where it has no work, a program may still do some
             if rt.config.offload_activations:
                 soon = actions[position + 1 : position + 1 + rt.config.activation_loading_horizon]
@@ -239,12 +236,13 @@ class _StepFunction:
         finally:
             context.end_turns()
         engine.last_measured = turns.measured
-        self._single_backward = all(p.num_backwards == 1 and not p.called_after_backward for p in programs)
+        single_backward = all(p.had_one_backward for p in programs)
         if known is None and engine.debug is None:
             journals = [program.course.journal or [] for program in programs]
             self._planner.learn(kind, rt, journals, context.entangled, _policies(rt, engine))
         elif turns.left_plan:
             self._planner.failed(kind)
+        self._planner.note(kind, single_backward)
         for program in programs:
             program.leave_plan()
             program.tape.clear()

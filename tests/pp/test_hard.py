@@ -135,6 +135,32 @@ def test_the_number_of_backwards_may_change_from_step_to_step():
             same(parameter.grad, dict(plain.named_parameters())[name].grad, f"step {index} with {times}: {name}")
 
 
+@on_ranks(4)
+def test_a_flag_may_change_the_number_of_backwards():
+    """Steps of two kinds take turns: what was reduced early in the one must not be taken for done in the other."""
+    start(2, microbatches=2)
+    module = two(lambda net, x: net.b(torch.tanh(net.a(x))).pow(2).sum()).double()
+    plain = copy.deepcopy(module)
+    model = wrap(module, AB)
+
+    @smp.step
+    def step(x, again=False):
+        model.backward(model(x))
+        if again:
+            model.backward(model(x + 1))
+
+    for index, again in enumerate((False, False, True, True, False, True)):
+        model.zero_grad()
+        plain.zero_grad()
+        batches = [vectors(4, seed=10 * index + replica)["x"] for replica in range(2)]
+        step(batches[smp.rdp_rank()], again=again)
+        for part in [part for batch in batches for part in batch.chunk(2)]:
+            for shift in range(1 + again):
+                (plain(part + shift) / 4).backward()
+        for name, parameter in model.local_named_parameters():
+            same(parameter.grad, dict(plain.named_parameters())[name].grad, f"step {index}: {name}")
+
+
 class Point(NamedTuple):
     left: torch.Tensor
     right: object
