@@ -64,11 +64,7 @@ def _change(module: Any, cls: Any, dealing: Callable[[], Dealing | None]) -> Non
 
 def _set_up(arguments: Any, mine: Dealing) -> Any:
     """What the original does for a CUDA device, for the CPU."""
-    from accelerate.state import (  # type: ignore[import-untyped]
-        AcceleratorState,
-        DistributedType,
-        PartialState,
-    )
+    from accelerate.state import AcceleratorState, DistributedType, PartialState
 
     config = arguments.accelerator_config
     if getattr(config, "dispatch_batches", 0) is None:
