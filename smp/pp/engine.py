@@ -56,6 +56,7 @@ class Engine:
         self.policy = Policy.INTERLEAVED
         self.forecast: str | None = None  # of a step, for people
         self.structures: dict[Any, Structure] = {}
+        self.lost_microbatches = 0  # of steps that failed: their messages may still be under way, under their tags
         self.debug: Comparison | None = None
         self.recorder: Recorder | None = None  # while a timeline is active
         # Of the last step: its plan (None where it had none), what the plan was made from, how long actions took here.
@@ -84,6 +85,13 @@ class Engine:
         self.structures[signature] = structure
         if len(self.structures) > MAX_STRUCTURES:
             del self.structures[next(iter(self.structures))]
+
+    def step_failed(self, num_microbatches: int) -> None:
+        """A step has failed, on all stages: what it has sent, and not every stage has received, must not be taken for
+        what later steps send."""
+        self.lost_microbatches += num_microbatches
+        if self.last_plan is None:  # under a plan no new structures are told
+            self.structures.clear()
 
     def buffer_versions(self, key: Any) -> "dict[str, tuple[torch.Tensor, int]]":
         """The buffers of a called module, by name, for `buffers_written`."""

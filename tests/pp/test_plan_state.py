@@ -129,3 +129,41 @@ def test_random_numbers_of_python_and_numpy_are_drawn_in_the_order_of_microbatch
         for k, part in enumerate(x.chunk(4)):
             same(losses[k], plain(part).detach(), f"step {step}, microbatch {k}")
     assert plan_of(model) is None
+
+
+@on_ranks(2)
+def test_messages_of_a_step_that_failed_are_not_taken_for_later_ones():
+    """Under a plan one stage has sent gradients that the other does not wait for any more when both fail."""
+    fail = []
+
+    def forward(net, x, index):
+        y = net.b(net.a(x))
+        if fail and int(index[0]) == 2:
+            raise ValueError("on purpose")
+        return y.pow(2).mean()
+
+    start(2, microbatches=4)
+    net = chain(forward).double()
+    plain = copy.deepcopy(net)
+    model = wrap(net, CHAIN)
+
+    @smp.step
+    def train(x, index):
+        loss = model(x, index)
+        model.backward(loss)
+        return loss
+
+    for step in range(6):
+        x, index = vectors(8, seed=step)["x"], torch.arange(8) // 2
+        model.zero_grad()
+        plain.zero_grad()
+        fail[:] = [True] if step in (2, 4) else []
+        if fail:
+            with pytest.raises(ValueError, match="on purpose"):
+                train(x, index)
+            continue
+        train(x, index)
+        for part in x.chunk(4):
+            (plain(part, index) / 4).backward()
+        for name, parameter in model.local_named_parameters():
+            same(parameter.grad, dict(plain.named_parameters())[name].grad, f"step {step}: {name}")
