@@ -105,6 +105,7 @@ class Turns:
     def park(self, program: Program) -> None:
         """Called by a program that leaves the plan: it goes on alone when the plan is through."""
         self.left_plan = True
+        program.engine.last_plan = None
         self._end_turn()
         self._wait_for_turn(program, Phase.PARKED)
 

@@ -208,7 +208,7 @@ class StateWatch:
                 self._note_code(f"{type(module).__name__}.{name}", value, _DEPTH)
             elif name in _CHILDREN or name not in _OF_EVERY_MODULE:
                 self._note(f"{type(module).__name__}.{name}", value, _DEPTH)
-        if isinstance(type(module).forward, FunctionType):
+        if isinstance(getattr(type(module), "forward", None), FunctionType):  # a scripted module has none
             self._note_code(f"{type(module).__name__}.forward", type(module).forward, _DEPTH)
 
     def _note_code(self, label: str, function: Any, depth: int) -> None:

@@ -252,8 +252,6 @@ class _StepFunction:
             stages_mod.settle_buffers(engine.stages)
         share_written(engine, rt.group(CommGroup.PP_GROUP), programs, context.written)
         model._end_step()
-        if turns.left_plan:
-            engine.last_plan = None
         if context.recorder is not None:
             context.recorder.end_step(engine.last_plan)
         return shared
