@@ -238,6 +238,7 @@ class _StepFunction:
         engine.last_measured = turns.measured
         single_backward = all(p.had_one_backward for p in programs)
         if known is None and engine.debug is None:
+            kind = kind_of(parts[0], plain, count, model.module)  # the first step may have replaced modules
             journals = [program.course.journal or [] for program in programs]
             self._planner.learn(kind, rt, journals, context.entangled, _policies(rt, engine))
         elif turns.left_plan:
