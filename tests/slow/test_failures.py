@@ -98,7 +98,7 @@ def test_a_rank_that_is_missing_is_reported_while_the_others_wait(launcher: str)
         import smp
         smp.init({"ddp": True})
         if smp.rank() == 1:
-            time.sleep(8)  # line 6
+            time.sleep(6)  # line 6
         smp.barrier()
     """
     done = launch(textwrap.dedent(script), 4, launcher, env={"SMP_REPORT_AFTER": "4"})
