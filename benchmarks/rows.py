@@ -15,7 +15,6 @@ SCHEDULES_AT_FOUR = [
     "ScheduleInterleaved1F1B",
 ]
 # What smp.init gets in the row `four`, beyond what all rows get.
-AT_FOUR: dict[str, Any] = {"pipeline": "auto"}
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,6 @@ class Row:
     ideal: float | None = None
     steps: int = 2
     same_losses: bool = True
-    note: str = ""
     sizes: dict[str, Any] = field(default_factory=dict)
 
 
@@ -101,9 +99,8 @@ def rows(config: dict[str, Any]) -> list[Row]:
             "four",
             "GPT, 4 microbatches, pp 2, against the fastest of torch's zero-bubble and interleaved schedules",
             1.00,
-            _gpt("ours", SMALL_GPT, 4, "auto", {**AT_FOUR, **config}),
+            _gpt("ours", SMALL_GPT, 4, "auto", {"pipeline": "auto", **config}),
             tuple(_torch_gpt(schedule, SMALL_GPT, 4) for schedule in SCHEDULES_AT_FOUR),
-            note="" if AT_FOUR.get("pipeline") == "auto" else "ours runs the default schedule: 'auto' is still to come",
             sizes={**SMALL_GPT, "batch": 16},
         ),
         Row(

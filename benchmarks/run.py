@@ -86,7 +86,6 @@ def run_row(row: Row, repeats: int, rounds: int) -> dict[str, Any]:
         "steps_per_block": row.steps,
         "sizes": row.sizes,
         "config": row.ours.arguments.get("config", {}),
-        "note": row.note,
         "load": os.getloadavg()[0],
     }
     show(result)
@@ -100,8 +99,6 @@ def show(result: dict[str, Any]) -> None:
     if result["reached"] and high > result["limit"] and high - low > TOO_WIDE:
         mark = "cannot be told (run it on a quiet machine, with more ROUNDS)"
     print(f"\n{result['row']}: {result['title']}")
-    if result["note"]:
-        print(f"  {result['note']}")
     for name, seconds in result["seconds"].items():
         cpu = result["cpu_seconds"].get(name)
         print(f"  {name:32} {1e3 * seconds:9.1f} ms a step" + (f", {1e3 * cpu:9.1f} ms of processors" if cpu else ""))

@@ -109,9 +109,8 @@ class _Receive(Request):
             memory = self._memory if self._present else torch.empty(0, device="cpu")
         except CommError as error:
             self._error = error
-            memory = torch.empty(
-                payload_size(header), dtype=torch.uint8, device="cpu"
-            )  # so that the sender is done with it
+            # So that the sender is done with it.
+            memory = torch.empty(payload_size(header), dtype=torch.uint8, device="cpu")
         self._memory = memory
         source, tag = self._expected.source, self._expected.tag
         nbytes = payload_size(header)

@@ -147,7 +147,7 @@ def _scheduled(module: nn.Module, rt: Runtime, layouts: list[Layout], costs: Cos
     policies = policies_of(rt.config.pipeline)
     if costs is None or rt.config.microbatches == 1:
         return Decision(layouts[0].assignment, costs, policies[0])
-    best = choose(module, layouts, policies, costs, rt)
+    best = choose(layouts, policies, costs, rt)
     return Decision(best.layout.assignment, costs, best.policy, str(best))
 
 

@@ -6,17 +6,16 @@ The simulation takes a model for a chain of modules in execution order, each cha
 same on every rank and in every run. What the steps then really do is planned from what a recorded step did.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-
-from torch import nn
+from typing import TypeVar
 
 from smp.pp.call import CALL
 from smp.pp.cost import ZERO, Costs
 from smp.pp.journal import Edge, EdgeKind, Journal, Work
 from smp.pp.partition import Assignment
 from smp.pp.segments import cut
-from smp.pp.simulate import Plan, Policy, simulate
+from smp.pp.simulate import Plan, Policy, ProgramCost, simulate
 from smp.pp.split import Placement
 from smp.runtime import Runtime
 
@@ -24,6 +23,7 @@ from smp.runtime import Runtime
 LATENCY, BANDWIDTH, OVERHEAD = 50e-6, 5e9, 50e-6
 # More chunks and put-off gradients have costs that a simulation does not see: they have to win by so much.
 MARGIN = 0.01
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ def placement_of(pipeline: str, virtual_stages: int) -> Placement:
     return "v" if pipeline == "zero_bubble" and virtual_stages > 1 else "loop"
 
 
-def plan_step(cuts: Sequence[object], rt: Runtime, policy: Policy) -> Plan:
-    """The plan of a step whose microbatches cost `cuts` (`ProgramCost`s), as the configuration allows."""
+def plan_step(programs: Sequence[ProgramCost], rt: Runtime, policy: Policy) -> Plan:
+    """The plan of a step whose microbatches run `programs`, as the configuration allows."""
     return simulate(
-        cuts,  # type: ignore[arg-type]
+        programs,
         rt.topology.pp_size,
         rt.config.active_microbatches,
         policy,
@@ -83,38 +83,37 @@ def plan_step(cuts: Sequence[object], rt: Runtime, policy: Policy) -> Plan:
     )
 
 
-def best_plan(cuts: Sequence[object], rt: Runtime, policies: Sequence[Policy]) -> Plan:
+def best_plan(programs: Sequence[ProgramCost], rt: Runtime, policies: Sequence[Policy]) -> Plan:
     """The fastest of the policies' plans; a later one has to win by `MARGIN`."""
-    best: Plan | None = None
-    for policy in policies:
-        plan = plan_step(cuts, rt, policy)
-        if best is None or plan.step_time < (1 - MARGIN) * best.step_time:
-            best = plan
-    assert best is not None
-    return best
+    return _fastest((plan_step(programs, rt, policy) for policy in policies), lambda plan: plan.step_time)
 
 
-def choose(root: nn.Module, layouts: Sequence[Layout], policies: Sequence[Policy], costs: Costs, rt: Runtime) -> Choice:
+def choose(layouts: Sequence[Layout], policies: Sequence[Policy], costs: Costs, rt: Runtime) -> Choice:
     """The fastest combination; a later one has to win by `MARGIN`. Pure."""
-    best: Choice | None = None
-    for layout in layouts:
-        program = cut(chain(layout.assignment, costs), rt.topology.pp_size).cost
-        for policy in policies:
-            if policy is Policy.FORWARD_ONLY:
-                policy = Policy.INTERLEAVED  # the same order; the model refuses backwards
-            plan = plan_step([program] * rt.config.microbatches, rt, policy)
-            choice = Choice(layout, policy, plan)
-            if best is None or choice.seconds < (1 - MARGIN) * best.seconds:
-                best = choice
-    assert best is not None
+
+    def choices() -> Iterator[Choice]:
+        for layout in layouts:
+            program = cut(chain(layout.assignment, costs), rt.topology.pp_size).cost
+            for policy in policies:
+                if policy is Policy.FORWARD_ONLY:
+                    policy = Policy.INTERLEAVED  # the same order; the model refuses backwards
+                yield Choice(layout, policy, plan_step([program] * rt.config.microbatches, rt, policy))
+
+    return _fastest(choices(), lambda choice: choice.seconds)
+
+
+def _fastest(candidates: Iterator[T], seconds: Callable[[T], float]) -> T:
+    best = next(candidates)
+    for candidate in candidates:
+        if seconds(candidate) < (1 - MARGIN) * seconds(best):
+            best = candidate
     return best
 
 
 def chain(assignment: Assignment, costs: Costs) -> Journal:
     """One microbatch of a model as a chain of its modules in execution order."""
-    names = [*costs.order, *(name for name in costs.charged if name not in set(costs.order))]
     links: list[tuple[int, str]] = []
-    for name in names:
+    for name in dict.fromkeys([*costs.order, *costs.charged]):
         if costs.charged.get(name, ZERO).seconds:
             stage = assignment.modules.get(name)
             links.append((assignment.own.get(name, 0) if stage is None else stage, name))

@@ -74,8 +74,8 @@ class Course:
 
     def called(self, owner: int, forward: float) -> None:
         """A call runs on its stage and nominally takes `forward` seconds."""
-        if self.journal is not None:
-            self.journal.append(Work(owner, forward))
+        assert self.journal is not None
+        self.journal.append(Work(owner, forward))
 
     def structure_sent(self, owner: int) -> None:
         """A call's owner tells the structure of its result, as it will in every step."""

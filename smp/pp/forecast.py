@@ -11,7 +11,7 @@ from dataclasses import replace
 from smp.pp.choose import BANDWIDTH, LATENCY
 from smp.pp.engine import Engine
 from smp.pp.record import Measured
-from smp.pp.schedule import ActionKind, ProgramCost, Segment
+from smp.pp.schedule import ActionKind, Index, ProgramCost, Segment
 from smp.pp.simulate import Plan, replay
 from smp.runtime import Runtime
 from smp.topology import CommGroup
@@ -37,19 +37,16 @@ def forecast(rt: Runtime, engine: Engine) -> Plan | None:
 
 def with_seconds(program: ProgramCost, microbatch: int, seconds: Sequence[Seconds]) -> ProgramCost:
     """The program of a microbatch with measured times, by stage. What was not measured keeps its nominal time."""
-    counts: dict[tuple[int, ActionKind], int] = {}
-    segments = []
-    for segment in program.segments:
-        index = counts[segment.stage, segment.kind] = counts.get((segment.stage, segment.kind), -1) + 1
-        segments.append(_measured(segment, microbatch, index, seconds[segment.stage]))
+    numbered = zip(program.segments, Index(program).numbers, strict=True)
+    segments = [_measured(segment, microbatch, number, seconds[segment.stage]) for segment, number in numbered]
     return replace(program, segments=tuple(segments))
 
 
-def _measured(segment: Segment, microbatch: int, index: int, seconds: Seconds) -> Segment:
-    at_once = seconds.get((segment.kind, microbatch, index))
+def _measured(segment: Segment, microbatch: int, number: int, seconds: Seconds) -> Segment:
+    at_once = seconds.get((segment.kind, microbatch, number))
     if at_once is None:
         return segment
-    later = seconds.get((ActionKind.WEIGHT, microbatch, index), 0.0)
+    later = seconds.get((ActionKind.WEIGHT, microbatch, number), 0.0)
     if segment.kind is ActionKind.FORWARD:
         later = 0.0
     nominal = segment.duration - (segment.weight if later else 0.0)

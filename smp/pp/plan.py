@@ -25,7 +25,7 @@ from smp.bootstrap import AUTOCAST_DEVICES
 from smp.nested import flatten
 from smp.pp.choose import best_plan
 from smp.pp.journal import Journal
-from smp.pp.schedule import ActionKind
+from smp.pp.schedule import ActionKind, index_programs
 from smp.pp.segments import Cut, cut
 from smp.pp.simulate import Plan, Policy
 from smp.pp.stages import StageMap
@@ -118,18 +118,19 @@ def keeps_order(plan: Plan, cuts: Sequence[Cut]) -> bool:
 
     Messages without tags (NCCL's) are matched by their order alone.
     """
+    indices = index_programs([c.cost for c in cuts])
     sent: dict[tuple[int, int], list[tuple[int, int]]] = {}
     received: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for stage, row in enumerate(plan.actions):
-        for kind, microbatch, index in row:
+        for kind, microbatch, number in row:
             if kind is ActionKind.WEIGHT:
                 continue
-            cost = cuts[microbatch].cost
-            mine = [s for s in cost.segments if s.stage == stage and s.kind is kind]
-            for message in mine[index].waits:
-                received.setdefault((cost.messages[message].source, stage), []).append((microbatch, message))
-            for message, _ in mine[index].sends:
-                sent.setdefault((stage, cost.messages[message].dest), []).append((microbatch, message))
+            segment = indices[microbatch].segments[indices[microbatch].lookup[stage, kind, number]]
+            messages = cuts[microbatch].cost.messages
+            for message in segment.waits:
+                received.setdefault((messages[message].source, stage), []).append((microbatch, message))
+            for message, _ in segment.sends:
+                sent.setdefault((stage, messages[message].dest), []).append((microbatch, message))
     return sent == received
 
 
@@ -151,19 +152,13 @@ def _plain(leaf: Any) -> Any:
     return leaf if isinstance(leaf, bool | None) else f"{type(leaf).__module__}.{type(leaf).__qualname__}"
 
 
-def kind_of(arguments: dict[str, Any], plain: tuple[Any, ...], count: int, root: nn.Module) -> Any:
+def kind_of(arguments: dict[str, Any], plain: tuple[Any, ...], count: int, stages: StageMap | None) -> Any:
     """What a plan depends on beside the step function; equal on all ranks of a pipeline."""
     leaves, spec = flatten(arguments, keep_tensorless=True)
     shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
-    flags = hash(
-        (
-            tuple(module.training for module in root.modules()),
-            tuple(parameter.requires_grad for parameter in root.parameters()),
-        )
-    )
     autocast = [torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in AUTOCAST_DEVICES]
     modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast)
-    return (count, spec, plain, shapes, flags, modes)
+    return (count, spec, plain, shapes, None if stages is None else stages.modes, modes)
 
 
 class StateWatch:

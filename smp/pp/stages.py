@@ -62,7 +62,8 @@ class StageMap:
         self._trainable: dict[str, list[torch.Tensor]] = {}
         self._flags: dict[str, int] = {}
         self._groups: dict[str, tuple[str, ...]] = {}  # names of modules that run as one node, by the node's name
-        self._modes: Any = None  # what the two were made for
+        self._made_for: Any = None  # what the two were made for
+        self.modes: Any = None  # which modules train and which parameters require gradients, as of this step
         self._names = {id(module): name for name, module in root.named_modules()}
         for prefix, module in root.named_modules(remove_duplicate=False):
             stage = self._stage_for(prefix, own_stage)
@@ -216,12 +217,14 @@ class StageMap:
 
     def begin_step(self) -> None:
         """See which parameters require gradients and which modules train: results' structures depend on it."""
-        modes = (
+        parameters = list(self.root.parameters())
+        self.modes = (
             tuple(module.training for module in self.root.modules()),
-            tuple((id(parameter), parameter.requires_grad) for parameter in self.root.parameters()),
+            tuple(parameter.requires_grad for parameter in parameters),
         )
-        if modes != self._modes:
-            self._modes = modes
+        made_for = (self.modes, tuple(map(id, parameters)))
+        if made_for != self._made_for:
+            self._made_for = made_for
             self._trainable.clear()
             self._flags.clear()
         self._tied_versions = [(name, p, p._version) for name, p, _ in self.tied_parameters()]

@@ -216,7 +216,7 @@ class _StepFunction:
         model._calls_replaced = stack.enter_context(ExitStack())
         model._replace_calls()
 
-        kind = kind_of(parts[0], plain, count, model.module)
+        kind = kind_of(parts[0], plain, count, engine.stages)
         known = self._planner.find(kind)
         actions = self._prepare(rt, programs, known, count)
         backwards_only = max((i + 1 for i, a in enumerate(actions) if a.kind is ActionKind.FORWARD), default=0)
@@ -236,14 +236,13 @@ class _StepFunction:
         finally:
             context.end_turns()
         engine.last_measured = turns.measured
-        single_backward = all(p.had_one_backward for p in programs)
         if known is None and engine.debug is None:
-            kind = kind_of(parts[0], plain, count, model.module)  # the first step may have replaced modules
+            kind = kind_of(parts[0], plain, count, engine.stages)  # the first step makes the stages
             journals = [program.course.journal or [] for program in programs]
             self._planner.learn(kind, rt, journals, context.entangled, _policies(rt, engine))
         elif turns.left_plan:
             self._planner.failed(kind)
-        self._planner.note(kind, single_backward)
+        self._planner.note(kind, all(p.had_one_backward for p in programs))
         for program in programs:
             program.leave_plan()
             program.tape.clear()

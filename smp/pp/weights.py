@@ -38,16 +38,22 @@ class Late(NamedTuple):
         """Add them to the parameters; their hooks run as after any backward."""
         roots, gradients = [], []
         with torch.no_grad():
-            inputs = self.inputs.reshape(-1, self.inputs.shape[-1])
-            gradient = self.gradient.reshape(-1, self.gradient.shape[-1])
             if self.weight.requires_grad:
                 roots.append(self.weight)
-                gradients.append(inputs.t() @ gradient if self.transposed else gradient.t() @ inputs)
+                gradients.append(_to_weight(self.inputs, self.gradient, self.transposed))
             if self.bias is not None and self.bias.requires_grad:
                 roots.append(self.bias)
-                gradients.append(gradient.sum(0))
+                gradients.append(_rows(self.gradient).sum(0))
         with torch.enable_grad():
             torch.autograd.backward([root.view_as(root) for root in roots], gradients)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _to_weight(inputs: Tensor, gradient: Tensor, transposed: bool) -> Tensor:
+    return _rows(inputs).t() @ _rows(gradient) if transposed else _rows(gradient).t() @ _rows(inputs)
 
 
 class PutOff:
@@ -125,11 +131,10 @@ class _Linear(torch.autograd.Function):
             put_off.late.append(Late(parameter, bias, x, gradient, ctx.transposed))
             return to_input, None, None, None, None
         to_weight = to_bias = None
-        flat, inputs = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
         if ctx.needs_input_grad[1]:
-            to_weight = inputs.t() @ flat if ctx.transposed else flat.t() @ inputs
+            to_weight = _to_weight(x, gradient, ctx.transposed)
         if ctx.needs_input_grad[2]:
-            to_bias = flat.sum(0)
+            to_bias = _rows(gradient).sum(0)
         return to_input, to_weight, to_bias, None, None
 
 
