@@ -56,7 +56,7 @@ class Engine:
         self.policy = Policy.INTERLEAVED
         self.forecast: str | None = None  # of a step, for people
         self.structures: dict[Any, Structure] = {}
-        self.lost_microbatches = 0  # of steps that failed: their messages may still be under way, under their tags
+        self._learned: list[Any] = []  # signatures of structures that the running step has added
         self.debug: Comparison | None = None
         self.recorder: Recorder | None = None  # while a timeline is active
         # Of the last step: its plan (None where it had none), what the plan was made from, how long actions took here.
@@ -79,19 +79,26 @@ class Engine:
         """The stages that have a parameter's memory; none for any other tensor."""
         return self.stages.holders_of(tensor) if self.stages is not None else ()
 
-    def remember(self, signature: Any, structure: Structure) -> None:
-        """Keep a result's structure. The oldest is forgotten when there are too many: every rank of the pipeline adds
-        the same ones in the same order, so all forget the same."""
-        self.structures[signature] = structure
-        if len(self.structures) > MAX_STRUCTURES:
+    def end_step(self) -> None:
+        """A step is over. Every rank of the pipeline has learned the same structures, in the same order, so all forget
+        the same ones when there are too many."""
+        self._learned.clear()
+        while len(self.structures) > MAX_STRUCTURES:
             del self.structures[next(iter(self.structures))]
+
+    def remember(self, signature: Any, structure: Structure) -> None:
+        """Keep a result's structure."""
+        if signature not in self.structures:
+            self._learned.append(signature)
+        self.structures[signature] = structure
 
     def step_failed(self, num_microbatches: int) -> None:
         """A step has failed, on all stages: what it has sent, and not every stage has received, must not be taken for
-        what later steps send."""
-        self.lost_microbatches += num_microbatches
-        if self.last_plan is None:  # under a plan no new structures are told
-            self.structures.clear()
+        what later steps send, and what it has learned, not every stage knows."""
+        self.transport.lost_microbatches += num_microbatches
+        for signature in self._learned:
+            del self.structures[signature]
+        self._learned.clear()
 
     def buffer_versions(self, key: Any) -> "dict[str, tuple[torch.Tensor, int]]":
         """The buffers of a called module, by name, for `buffers_written`."""
@@ -267,7 +274,8 @@ class StepContext:
 
     def receive_object(self, stage: int, tag: int, what: str) -> Any:
         began = time.perf_counter()
-        obj = self.engine.transport.recv_object(self.engine.ranks[stage], tag, Channel.MOVE)
+        call = f"smp.step, {_where()}{what} from stage {stage}"
+        obj = self.engine.transport.recv_object(self.engine.ranks[stage], tag, Channel.MOVE, call)
         self._note_wait(began, stage, what)
         return obj
 
@@ -289,16 +297,14 @@ class StepContext:
             self._sends = [pending for pending in self._sends if not pending.test()]
 
     def _wait(self, request: Request, stage: int, what: str) -> None:
-        program = current.program
-        where = f"microbatch {program.index}: " if program is not None else ""
         source = self.engine.ranks[stage]
         began = time.perf_counter()
         try:
-            self.engine.monitor.wait(request.test, f"smp.step, {where}{what} from stage {stage}", [source])
+            self.engine.monitor.wait(request.test, f"smp.step, {_where()}{what} from stage {stage}", [source])
         except CommError as error:
             if what in str(error):
                 raise
-            raise CommError(f"{where}{what}: {error}") from error
+            raise CommError(f"{_where()}{what}: {error}") from error
         self._note_wait(began, stage, what)
 
     def _note_wait(self, began: float, stage: int, what: str) -> None:
@@ -307,3 +313,8 @@ class StepContext:
         program = current.program
         if self.recorder is not None and program is not None:
             self.recorder.add(SpanKind.WAIT, program.index, 0, began, now, what, stage)
+
+
+def _where() -> str:
+    program = current.program
+    return f"microbatch {program.index}: " if program is not None else ""

@@ -251,6 +251,7 @@ class _StepFunction:
         if engine.stages is not None:
             stages_mod.settle_buffers(engine.stages)
         share_written(engine, rt.group(CommGroup.PP_GROUP), programs, context.written)
+        engine.end_step()
         model._end_step()
         if context.recorder is not None:
             context.recorder.end_step(engine.last_plan)

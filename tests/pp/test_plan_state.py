@@ -132,6 +132,42 @@ def test_random_numbers_of_python_and_numpy_are_drawn_in_the_order_of_microbatch
 
 
 @on_ranks(2)
+def test_stages_know_the_same_after_a_step_that_failed():
+    """Stage 1 has left the plan in microbatch 0 when microbatch 1 fails, stage 0 has not got there: if only one of them
+    forgets what calls return, the next step hangs. A new model must not meet the old one's messages either."""
+    fail = []
+
+    def forward(net, x, index):
+        y = net.b(net.a(x))
+        if fail and int(index[0]) == 1:
+            raise ValueError("on purpose")
+        return y.pow(2).mean()
+
+    for _ in range(2):
+        start(2, microbatches=4)
+        net = chain(forward).double()
+        plain = copy.deepcopy(net)
+        model = wrap(net, CHAIN)
+
+        @smp.step
+        def train(x, index):
+            loss = model(x, index)  # noqa: B023
+            model.backward(loss)  # noqa: B023
+            return loss * 2 if fail else loss
+
+        for step in range(5):
+            x, index = vectors(8, seed=step)["x"], torch.arange(8) // 2
+            fail[:] = [True] if step in (2, 4) else []
+            if fail:
+                with pytest.raises(ValueError, match="on purpose"):
+                    train(x, index)
+                continue
+            losses = train(x, index).outputs
+            for k, part in enumerate(x.chunk(4)):
+                same(losses[k], plain(part, index).detach(), f"step {step}, microbatch {k}")
+
+
+@on_ranks(2)
 def test_messages_of_a_step_that_failed_are_not_taken_for_later_ones():
     """Under a plan one stage has sent gradients that the other does not wait for any more when both fail."""
     fail = []
