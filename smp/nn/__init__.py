@@ -2,7 +2,8 @@
 
 from smp.tp.cross_entropy import vocabulary_parallel_cross_entropy
 from smp.tp.embedding import DistributedEmbedding
-from smp.tp.layernorm import DistributedLayerNorm
+from smp.tp.flash import FlashAttentionLayer
+from smp.tp.layernorm import DistributedLayerNorm, FusedLayerNorm
 from smp.tp.linear import DistributedLinear
 from smp.tp.module import DistributedModule
 
@@ -11,5 +12,7 @@ __all__ = [
     "DistributedLayerNorm",
     "DistributedLinear",
     "DistributedModule",
+    "FlashAttentionLayer",
+    "FusedLayerNorm",
     "vocabulary_parallel_cross_entropy",
 ]

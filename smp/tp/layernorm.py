@@ -1,4 +1,4 @@
-"""DistributedLayerNorm: scale and shift are cut, the batch is not joined."""
+"""Layer norms: DistributedLayerNorm, with scale and shift cut and the batch not joined, and FusedLayerNorm."""
 
 from collections.abc import Sequence
 
@@ -69,3 +69,21 @@ class DistributedLayerNorm(DistributedModule):
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
+
+
+class FusedLayerNorm(nn.LayerNorm):
+    """nn.LayerNorm under the name that scripts know from apex, without apex: torch's own kernel is a fused one.
+
+    Half-precision inputs are normalised in float32 and rounded once, also where scale and shift are in float32, as they
+    are in mixed-precision models. torch's kernel for CUDA does that by itself where all is of one dtype; the one for
+    the CPU keeps means for the backward in half precision, so there inputs are converted.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[.., *normalized_shape] -> the same shape and dtype."""
+        one_dtype = self.weight is None or self.weight.dtype == input.dtype
+        dtype = torch.promote_types(input.dtype, torch.float32)
+        if torch.is_autocast_enabled(input.device.type) or (one_dtype and (dtype == input.dtype or input.is_cuda)):
+            return super().forward(input)
+        weight, bias = (None if part is None else part.to(dtype) for part in (self.weight, self.bias))
+        return F.layer_norm(input.to(dtype), self.normalized_shape, weight, bias, self.eps).to(input.dtype)
