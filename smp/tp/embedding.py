@@ -109,7 +109,8 @@ class DistributedEmbedding(DistributedModule):
         if self.split == "embedding":
             out = self._look_up_columns(ids)
             return all_to_all(out, group, 0, out.dim() - 1) if joined else gather_slices(out, group, -1)
-        out = self._look_up_own_rows(ids)
+        start = group.rank * self.weight.shape[0]
+        out = look_up_own_rows(ids, self.weight, start, self.num_embeddings, self.padding_idx)
         return scatter_sum(out, group) if joined else sum_out(out, group)
 
     def _look_up_columns(self, ids: Tensor) -> Tensor:
@@ -133,19 +134,6 @@ class DistributedEmbedding(DistributedModule):
         scale = torch.where(norms > max_norm, max_norm / (norms + 1e-7), 1.0)
         self.weight[used] = rows * scale.unsqueeze(1).to(rows.dtype)
 
-    def _look_up_own_rows(self, ids: Tensor) -> Tensor:
-        """Rows of other ranks are zero; the sum over the ranks is the whole. What is no id at all is looked up at -1,
-        so that it fails as in one process."""
-        rows = self.weight.shape[0]
-        start = self.tp_group.rank * rows
-        own = (ids >= start) & (ids < start + rows)
-        padding = self.padding_idx - start if self.padding_idx is not None else None
-        if padding is not None and not 0 <= padding < rows:
-            padding = None
-        others = torch.where((ids < 0) | (ids >= self.num_embeddings), -1, 0)
-        out = F.embedding(torch.where(own, ids - start, others), self.weight, padding)
-        return out.masked_fill(~own.unsqueeze(-1), 0)
-
     def extra_repr(self) -> str:
         options: dict[str, Any] = {
             "padding_idx": self.padding_idx,
@@ -155,3 +143,21 @@ class DistributedEmbedding(DistributedModule):
         }
         shown = [f"{name}={value}" for name, value in options.items() if value is not None]
         return ", ".join([str(self.num_embeddings), str(self.embedding_dim), *shown])
+
+
+def look_up_own_rows(
+    ids: Tensor, weight: Tensor, start: int, num_embeddings: int, padding_idx: int | None = None
+) -> Tensor:
+    """ids [..], weight [rows, H] -> [.., H], this rank's share of a sum over the ranks.
+
+    The table has `num_embeddings` rows, of which `weight` holds those from `start` on. Rows of other ranks are zero.
+    What is no id at all is looked up at -1, so that it fails as in one process.
+    """
+    rows = weight.shape[0]
+    own = (ids >= start) & (ids < start + rows)
+    padding = padding_idx - start if padding_idx is not None else None
+    if padding is not None and not 0 <= padding < rows:
+        padding = None
+    others = torch.where((ids < 0) | (ids >= num_embeddings), -1, 0)
+    out = F.embedding(torch.where(own, ids - start, others), weight, padding)
+    return out.masked_fill(~own.unsqueeze(-1), 0)

@@ -29,9 +29,11 @@ class ShardSpec:
         num_parts: number of parts, the size of the tensor-parallel group.
         sections: lengths along `dim` of consecutive pieces, each of which is cut into `num_parts` by itself; empty:
             one section, a contiguous cut.
+        uneven: whether parts may differ in length, by one: a vocabulary of 101 over two ranks is 50 and 51.
 
     Raises:
-        ValueError: the sections do not add up to the dimension, or one does not divide by `num_parts`.
+        ValueError: the sections do not add up to the dimension, or one does not divide by `num_parts`; with `uneven`,
+            it is shorter than `num_parts`.
     """
 
     global_shape: tuple[int, ...]
@@ -39,6 +41,7 @@ class ShardSpec:
     part: int
     num_parts: int
     sections: tuple[int, ...] = ()
+    uneven: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "global_shape", tuple(self.global_shape))
@@ -52,9 +55,10 @@ class ShardSpec:
         object.__setattr__(self, "sections", sections)
         if sum(sections) != length:
             raise ValueError(f"sections {sections} add up to {sum(sections)}, but dimension {self.dim} has {length}")
-        uneven = [size for size in sections if size % self.num_parts]
-        if uneven:
-            raise ValueError(f"{uneven[0]} does not divide by {self.num_parts} (dimension {self.dim} of {self})")
+        wrong = [size for size in sections if (size < self.num_parts if self.uneven else size % self.num_parts)]
+        if wrong:
+            problem = f"has no {self.num_parts} parts" if self.uneven else f"does not divide by {self.num_parts}"
+            raise ValueError(f"{wrong[0]} {problem} (dimension {self.dim} of {self})")
 
     def __str__(self) -> str:
         return f"part {self.part} of {self.num_parts} of a tensor of shape {self.global_shape} cut along {self.dim}"
@@ -66,9 +70,9 @@ class ShardSpec:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of one part; all parts have the same."""
+        """Shape of this part; all parts have the same unless `uneven`."""
         shape = list(self.global_shape)
-        shape[self.dim] //= self.num_parts
+        shape[self.dim] = sum(stop - start for start, stop in self.ranges)
         return tuple(shape)
 
     @property
@@ -76,7 +80,7 @@ class ShardSpec:
         """Start and stop along `dim` of what this part holds of the whole tensor, in the order in which it holds it."""
         starts = accumulate(self.sections, initial=0)
         return tuple(
-            (start + self.part * (size // self.num_parts), start + (self.part + 1) * (size // self.num_parts))
+            (start + size * self.part // self.num_parts, start + size * (self.part + 1) // self.num_parts)
             for start, size in zip(starts, self.sections)
         )
 
@@ -105,13 +109,13 @@ class ShardSpec:
         """
         if len(parts) != self.num_parts:
             raise ValueError(f"expected {self.num_parts} parts, got {len(parts)}")
-        for part, tensor in enumerate(parts):
-            if tuple(tensor.shape) != self.local_shape:
-                raise ValueError(f"expected parts of shape {self.local_shape}, part {part} has {tuple(tensor.shape)}")
+        cuts = [self.of_part(part) for part in range(self.num_parts)]
+        for part, (cut, tensor) in enumerate(zip(cuts, parts)):
+            if tuple(tensor.shape) != cut.local_shape:
+                raise ValueError(f"expected parts of shape {cut.local_shape}, part {part} has {tuple(tensor.shape)}")
         if len(self.sections) == 1:
             return torch.cat(list(parts), self.dim)
-        lengths = [size // self.num_parts for size in self.sections]
-        by_part = [tensor.split(lengths, self.dim) for tensor in parts]
+        by_part = [tensor.split([b - a for a, b in cut.ranges], self.dim) for cut, tensor in zip(cuts, parts)]
         return torch.cat([piece for section in zip(*by_part) for piece in section], self.dim)
 
 

@@ -35,6 +35,19 @@ def test_sections_along_another_dimension():
     assert torch.equal(specs[1].merge([spec.split(whole) for spec in specs]), whole)
 
 
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize(("shape", "dim", "sections"), [((101, 3), 0, ()), ((3, 7), 1, ()), ((17,), 0, (7, 10))])
+def test_uneven_parts_hold_every_row_once(shape, dim, sections, num_parts):
+    """Lengths differ by one at most for each section, nothing is padded, and merging gives the whole back."""
+    whole = torch.randn(shape)
+    specs = [ShardSpec(shape, dim, part, num_parts, sections, uneven=True) for part in range(num_parts)]
+    parts = [spec.split(whole) for spec in specs]
+    assert all(tuple(part.shape) == spec.local_shape for part, spec in zip(parts, specs))
+    lengths = [[stop - start for start, stop in spec.ranges] for spec in specs]
+    assert all(max(section) - min(section) <= 1 and min(section) > 0 for section in zip(*lengths))
+    assert torch.equal(specs[0].merge(parts), whole)
+
+
 def test_part_has_memory_of_its_own():
     """Else every rank would keep the whole tensor alive."""
     whole = torch.randn(4, 4)
@@ -48,6 +61,8 @@ def test_what_cannot_be_cut_is_refused():
     """Each wrong cut says what is wrong with it."""
     with pytest.raises(ValueError, match="6 does not divide by 4"):
         ShardSpec((6, 4), 0, 0, 4)
+    with pytest.raises(ValueError, match="3 has no 4 parts"):
+        ShardSpec((3, 4), 0, 0, 4, uneven=True)
     with pytest.raises(ValueError, match="add up to 5"):
         ShardSpec((6,), 0, 0, 1, sections=(2, 3))
     with pytest.raises(ValueError, match="part 2"):
