@@ -68,7 +68,7 @@ def _flatten(obj: Any, leaves: list[Any], keep_tensorless: bool) -> Spec:
     start = len(leaves)
     children: list[Spec] = []
     for value in values:
-        if type(value) in _PLAIN_LEAVES:  # most of them
+        if type(value) in _PLAIN_LEAVES or isinstance(value, torch.Tensor):  # most of them
             leaves.append(value)
             children.append(LEAF)
         else:
