@@ -13,6 +13,7 @@ from smp.dp import optimizer_state
 from smp.dp.optimizer_state import Layout
 from smp.errors import UsageError
 from smp.topology import CommGroup
+from smp.tp.carry import is_merged
 
 _STATE_DICT_ADVICE = (
     "Call optimizer.state_dict() on all ranks, or under `if smp.rdp_rank() == 0` (without tensor parallelism also "
@@ -210,7 +211,10 @@ class DistributedOptimizer(Optimizer):
     def _drop_foreign(self, local_parameters: Iterable[Tensor]) -> None:
         local = {id(param) for param in local_parameters}
         elsewhere = {id(param) for param in runtime.get().model.module.parameters()} - local
-        optimizer_state.drop_parameters(self.optimizer, lambda param: id(param) not in elsewhere)
+        self._given = [[param for param in group if not is_merged(param)] for group in self._given]
+        optimizer_state.drop_parameters(
+            self.optimizer, lambda param: id(param) not in elsewhere and not is_merged(param)
+        )
 
     def orig_state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state dict, by its own positions."""

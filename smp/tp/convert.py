@@ -3,7 +3,8 @@
     1. find      outermost marked modules of registered classes, in the order of the module tree
     2. agree     the ranks of the tensor-parallel group found the same ones
     3. build     the twin, without memory; from the module's constructor arguments, the init_hook, the options
-    4. carry     the module's Parameter objects move to the twin: tp_rank 0's values, each rank its part
+    4. carry     the module's Parameter objects move to the twin: tp_rank 0's values, each rank its part; for families
+                 of another library by their tables of names (carry.py)
     5. put       the twin in the module's place, hooks and flags with it
 
 Whole tensors get tp_rank 0's values too. What cannot be split is left whole, with one warning for each reason.
@@ -24,8 +25,10 @@ from smp.activation import is_checkpointed
 from smp.comm import collectives
 from smp.errors import PartitionError, UsageError
 from smp.runtime import Runtime
+from smp.state_mod import state
 from smp.topology import CommGroup
-from smp.tp import delayed
+from smp.tp import delayed, families
+from smp.tp.carry import Move, carry, carry_marks, plan
 from smp.tp.contexts import KNOWN_OPTIONS, Mark, mark_of
 from smp.tp.module import FORWARD_HOOKS, DistributedModule
 from smp.tp.registry import (
@@ -67,12 +70,14 @@ def convert(module: nn.Module, runtime: Runtime) -> nn.Module:
         UsageError: an unknown option, ranks that marked different modules, or a module that was made before its class
             was registered.
     """
-    if runtime.tp_size == 1:
+    families.forget_places()
+    state.module_manager.translate_functions.clear()
+    candidates = list(_find(module, families_only=runtime.tp_size == 1))
+    if runtime.tp_size == 1 and not candidates:
         return module
-    candidates = list(_find(module))
     _check_options(candidates)
     whole, cuts = _shared_weights(module, candidates)
-    twins: dict[str, DistributedModule] = {}
+    twins: dict[str, tuple[DistributedModule, list[Move]]] = {}
     for candidate in candidates:
         if candidate.name not in whole:
             try:
@@ -83,28 +88,31 @@ def convert(module: nn.Module, runtime: Runtime) -> nn.Module:
     candidates = [candidate for candidate in candidates if candidate.name in twins]
     _agree(module, candidates, runtime)
     originals: list[delayed.Original] = []
+    root = None
     for candidate in candidates:
-        twin = twins[candidate.name]
-        twin.carry_over(candidate.module)
+        twin, moves = twins[candidate.name]
+        _carry(candidate, twin, moves)
         _finish(candidate, twin)
         for parent, child in candidate.places:
             originals.append((parent, child, candidate.module))
             parent._modules[child] = twin
         if not candidate.places:
-            module = twin
+            module, root = twin, candidate.module
     _avoid_fused_encoder_layers(module)
     if delayed.has_delayed(module):
-        delayed.remember_original(module, originals)
+        delayed.remember_original(module, originals, root)
     _share_whole_tensors(module, runtime)
     _warn(whole)
+    state.module_manager.translate_functions.extend(families.translate_functions())
     return module
 
 
 # 1. Find
 
 
-def _find(root: nn.Module) -> Iterator[_Candidate]:
-    """The outermost marked modules of registered classes. A module used in several places is found once."""
+def _find(root: nn.Module, families_only: bool) -> Iterator[_Candidate]:
+    """The outermost marked modules of registered classes, or of declared families. A module used in several places is
+    found once."""
     places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     order: list[tuple[str, nn.Module]] = []
     seen: set[int] = set()
@@ -112,7 +120,8 @@ def _find(root: nn.Module) -> Iterator[_Candidate]:
     def walk(module: nn.Module, name: str) -> None:
         mark = mark_of(module)
         if not isinstance(module, DistributedModule) and mark is not None and mark.enabled:
-            if registration_of(module) is not None:
+            registration = registration_of(module)
+            if registration is not None and (registration.family is not None or not families_only):
                 if id(module) not in seen:
                     order.append((name, module))
                 seen.add(id(module))
@@ -134,7 +143,7 @@ def _find(root: nn.Module) -> Iterator[_Candidate]:
 
 def _check_options(candidates: list[_Candidate]) -> None:
     known = set(KNOWN_OPTIONS)
-    for twin in registered_twins():
+    for twin in registered_twins() | {candidate.registration.dist_cls for candidate in candidates}:
         known |= set(inspect.signature(twin.__init__).parameters)
     for candidate in candidates:
         for option in candidate.mark.options:
@@ -187,7 +196,7 @@ def _can_stay_tied(param: nn.Parameter, users: list[nn.Module], inside: dict[int
 def _undo_half_tied(
     candidates: list[_Candidate],
     cuts: dict[str, dict[str, Any]],
-    twins: dict[str, DistributedModule],
+    twins: dict[str, Any],
     whole: dict[str, str],
 ) -> None:
     """When one of several modules that share a table cannot be cut, none is."""
@@ -239,8 +248,8 @@ def _share_whole_tensors(root: nn.Module, runtime: Runtime) -> None:
 # 3. Build
 
 
-def _build(candidate: _Candidate, cut: dict[str, Any]) -> DistributedModule:
-    """The twin, its parameters without memory.
+def _build(candidate: _Candidate, cut: dict[str, Any]) -> tuple[DistributedModule, list[Move]]:
+    """The twin, its parameters without memory, and where those of a declared family will come from.
 
     Raises:
         PartitionError: it cannot be split.
@@ -266,14 +275,16 @@ def _build(candidate: _Candidate, cut: dict[str, Any]) -> DistributedModule:
     args = tuple(accepted.pop(name, value) for name, value in zip(positional, args)) + tuple(args[len(positional) :])
     with delayed.shells():
         twin = registration.dist_cls(*args, **{**kwargs, **accepted})
-    if registration.arguments is not None:  # a class of torch: what its instance holds beyond that was put there later
+    if registration.replacement is not None:
+        return twin, plan(twin, candidate.module, registration.replacement)
+    if registration.built_in:  # what an instance holds beyond what its class gives it was put there later
         more = {name for name, _ in candidate.module.named_parameters()} - {name for name, _ in twin.named_parameters()}
         if more:
             raise PartitionError(
                 f"it has the parameters {', '.join(sorted(more))}, which {type(twin).__name__} has not (weight_norm, "
                 "spectral_norm and adapters add such)"
             )
-    return twin
+    return twin, []
 
 
 def _hooked(
@@ -284,6 +295,31 @@ def _hooked(
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
         raise UsageError(f"{name} of {cls.__name__} must return (args, kwargs), a tuple and a dict; got {result!r}")
     return tuple(result[0]), dict(result[1])
+
+
+# 4. Carry
+
+
+def _carry(candidate: _Candidate, twin: DistributedModule, moves: list[Move]) -> None:
+    module, registration = candidate.module, candidate.registration
+    checkpointed = [name for name, part in module.named_modules() if name and is_checkpointed(part)]
+    if registration.replacement is not None and registration.family is not None:
+        families.remember_place(candidate.name, module, registration.family, registration.replacement)
+        lost = carry_marks(twin, module, registration.replacement.modules)
+        checkpointed = [name for name in checkpointed if name in lost]
+        carry(twin, module, registration.replacement, moves)
+        for name in registration.replacement.attributes:
+            if hasattr(module, name):
+                setattr(twin, name, getattr(module, name))
+    else:
+        twin.carry_over(module)
+    if checkpointed:
+        log.warn_once(
+            f"checkpointed inside {candidate.name}",
+            "%s of '%s' was marked for activation checkpointing, but tensor parallelism replaces the whole of '%s'; "
+            "mark that module, or what stands in its place once the model is made",
+            *(", ".join(checkpointed), candidate.name, candidate.name),
+        )
 
 
 # 5. Put in place
@@ -301,16 +337,8 @@ def _finish(candidate: _Candidate, twin: DistributedModule) -> None:
     twin._is_full_backward_hook = module._is_full_backward_hook  # how torch reads _backward_hooks
     for name, value in module.__dict__.items():
         # What other parts of smp have left on it: its stage, checkpointing. On a class of torch also what the user has.
-        if name.startswith("_smp_") or registration.arguments is not None:
+        if name.startswith("_smp_") or registration.built_in:
             twin.__dict__.setdefault(name, value)
-    inside = [name for name, part in module.named_modules() if name and is_checkpointed(part)]
-    if inside:
-        log.warn_once(
-            f"checkpointed inside {candidate.name}",
-            "%s of '%s' was marked for activation checkpointing, but tensor parallelism replaces the whole of '%s'; "
-            "mark that module, or what stands in its place once the model is made",
-            *(", ".join(inside), candidate.name, candidate.name),
-        )
     twin.__dict__["_orig_forward"] = module.forward
     if registration.forward_hook is not None or registration.return_hook is not None:
         translate = None

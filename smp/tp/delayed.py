@@ -15,7 +15,7 @@ random stream is keyed by (seed, name of the parameter), so all ranks, on any de
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +29,9 @@ from smp.tp.shard import spec_of
 
 _ATTRIBUTE = "_smp_delayed"
 _ORIGINALS = "_smp_originals"
+_ROOT = "_smp_original_root"
 _INITIALISERS = "_smp_initialisers"
+_SOURCES = "_smp_sources"
 _RESETS = ("reset_parameters", "_reset_parameters")
 
 Initialiser = Callable[[Tensor], Any]
@@ -133,8 +135,26 @@ def replace_content(param: nn.Parameter, tensor: Tensor) -> None:
     param.__dict__.update(attributes)
 
 
-def remember_original(root: nn.Module, originals: list[Original]) -> None:
-    """Keeps the modules that were replaced below `root`: they know how to initialise their parameters."""
+def remember_sources(
+    param: nn.Parameter, shells: Sequence[nn.Parameter], merge: Callable[[Sequence[Tensor]], Tensor]
+) -> None:
+    """Says that a delayed parameter is made from others, which are left in a module that was replaced.
+
+    Args:
+        param: the parameter, a shell of the whole.
+        shells: those that the old module initialises; they become delayed ones.
+        merge: from their values to the whole value of `param`.
+    """
+    for shell in shells:
+        setattr(shell, _ATTRIBUTE, getattr(param, _ATTRIBUTE))
+    setattr(param, _SOURCES, (tuple(shells), merge))
+
+
+def remember_original(root: nn.Module, originals: list[Original], whole: nn.Module | None = None) -> None:
+    """Keeps the modules that were replaced below `root`, or the `whole` of it: they know how to initialise their
+    parameters."""
+    if whole is not None:
+        root.__dict__[_ROOT] = whole
     if originals:
         root.__dict__[_ORIGINALS] = [*root.__dict__.get(_ORIGINALS, []), *originals]
 
@@ -168,8 +188,9 @@ def materialize(
     values: dict[int, Tensor] = {}
     state = torch.get_rng_state()
     try:
-        with _original_tree(module):
-            _initialise_all(module, wanted, seed, device, values)
+        with _original_tree(module) as original:
+            _initialise_all(original, wanted, seed, device, values)
+            _make_from_sources(original, [params[key] for key in wanted - values.keys()], seed, device, values)
         _initialise_all(module, wanted - values.keys(), seed, device, values)  # what only the twins have
     finally:
         torch.set_rng_state(state)
@@ -177,7 +198,9 @@ def materialize(
         param = params[key]
         replace_content(param, values.pop(key) if key in values else hollow(param, device))
         delattr(param, _ATTRIBUTE)
+        param.__dict__.pop(_SOURCES, None)
     module.__dict__.pop(_ORIGINALS, None)
+    module.__dict__.pop(_ROOT, None)
     forget_initialisers(module)
 
 
@@ -192,6 +215,27 @@ def _initialise_all(
             if key in wanted:
                 part = _initialise(root, shield, key, owner_path, attribute, _seed_of(seed, name))
                 values[key] = part.to(device)
+
+
+def _make_from_sources(
+    root: nn.Module,
+    params: Iterable[nn.Parameter],
+    seed: int,
+    device: torch.device | str,
+    values: dict[int, Tensor],
+) -> None:
+    """Fills in the values of parameters that are made from others in the tree."""
+    with _Shield(root) as shield:
+        for param in params:
+            if not hasattr(param, _SOURCES):
+                continue
+            shells, merge = getattr(param, _SOURCES)
+            parts = []
+            for shell in shells:
+                name, owner_path, attribute = shield.places[id(shell)]
+                parts.append(_initialise(root, shield, id(shell), owner_path, attribute, _seed_of(seed, name)))
+            whole, spec = merge(parts), spec_of(param)
+            values[id(param)] = (spec.split(whole) if spec else whole).to(device)
 
 
 def hollow(like: Tensor, device: torch.device | str) -> Tensor:
@@ -216,15 +260,15 @@ def _seed_of(seed: int, name: str) -> int:
 
 
 @contextmanager
-def _original_tree(root: nn.Module) -> Iterator[None]:
+def _original_tree(root: nn.Module) -> Iterator[nn.Module]:
     """Puts the modules that were replaced back into their places for a while: names, ancestors and
-    `reset_parameters` are theirs."""
+    `reset_parameters` are theirs. Gives the root."""
     originals: list[Original] = root.__dict__.get(_ORIGINALS, [])
     replaced = [parent._modules[name] for parent, name, _ in originals]
     for parent, name, original in originals:
         parent._modules[name] = original
     try:
-        yield
+        yield root.__dict__.get(_ROOT, root)
     finally:
         for (parent, name, _), module in zip(originals, replaced):
             parent._modules[name] = module

@@ -8,12 +8,13 @@ from typing import Any, TypeVar
 from torch import nn
 
 from smp.errors import UsageError
+from smp.tp import families
 from smp.tp.embedding import DistributedEmbedding
+from smp.tp.families import Arguments, Family, Replacement
 from smp.tp.layernorm import DistributedLayerNorm
 from smp.tp.linear import DistributedLinear
 from smp.tp.module import DistributedModule
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module])
 _ARGUMENTS = "_smp_arguments"
 _USED = "_smp_used_parameters"
@@ -30,6 +31,7 @@ class Registration:
         init_hook: from the class's constructor arguments to the twin's.
         forward_hook: from the forward arguments of the class to those of the twin.
         return_hook: from what the twin returns to what the class returns.
+        family, replacement: where the class belongs to a declared family of another library.
     """
 
     cls: type[nn.Module]
@@ -38,6 +40,13 @@ class Registration:
     init_hook: Callable[..., Any] | None = None
     forward_hook: Callable[..., Any] | None = None
     return_hook: Callable[[Any], Any] | None = None
+    family: Family | None = None
+    replacement: Replacement | None = None
+
+    @property
+    def built_in(self) -> bool:
+        """Whether it is for a class of torch, whose instances may hold anything beyond their arguments."""
+        return self.arguments is not None and self.family is None
 
 
 def _linear_arguments(module: nn.Linear) -> Arguments:
@@ -68,8 +77,18 @@ _registry: dict[type[nn.Module], Registration] = {
 
 
 def registration_of(module: nn.Module) -> Registration | None:
-    """How this module would be replaced; None: its class is not registered."""
-    return _registry.get(type(module))
+    """How this module would be replaced; None: its class is not registered, nor part of a declared family."""
+    registration = _registry.get(type(module))
+    if registration is not None:
+        return registration
+    found = families.replacement_of(type(module))
+    if found is None:
+        return None
+    family, replacement = found
+    hooks = replacement.forward_hook, replacement.return_hook
+    return Registration(
+        type(module), replacement.twin, replacement.arguments, None, *hooks, family=family, replacement=replacement
+    )
 
 
 def registered_twins() -> set[type[DistributedModule]]:
