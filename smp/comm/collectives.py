@@ -1,20 +1,25 @@
 """Collectives on tensors: out of place, the group an argument. No autograd here; autograd.py builds on these.
 
 On the CPU under mpirun they go over MPI, which measured faster than gloo for every collective at every size (2 and 4
-ranks on 2 cores, microseconds, MPI / gloo):
+ranks on 2 cores, the tensor's bytes on each rank, median microseconds of alternating runs, MPI / our messages / gloo;
+`python -m benchmarks.collectives`):
 
-    bytes    ranks   all_reduce    all_gather     reduce_scatter   all_to_all
-    1 KiB    2       6 / 1392      6 / 589        7 / 1760         6 / 326
-    256 KiB  2       86 / 559      74 / 1302      119 / 1905       45 / 421
-    16 MiB   2       6.4k / 15k    5.4k / 41k     26k / 42k        4.9k / 15k
-    1 KiB    4       38 / 5375     23 / 3986      28 / 5945        26 / 2663
-    16 MiB   4       17k / 29k     27k / 138k     108k / 215k      19k / 55k
+    bytes    ranks   all_reduce               reduce_scatter             all_gather               all_to_all
+    1 KiB    2       16 / 34 / 294            16 / 39 / 497              13 / 31 / 289            14 / 40 / 189
+    256 KiB  2       69 / 105 / 457           71 / 91 / 696              68 / 101 / 339           46 / 80 / 191
+    4 MiB    2       1.0k / 1.5k / 4.1k       0.9k / 0.5k / 6.0k         1.5k / 1.8k / 4.7k       0.5k / 0.7k / 1.6k
+    16 MiB   2       6.1k / 7.3k / 11k        14k / 3.7k / 23k           32k / 32k / 69k          3.1k / 3.5k / 7.4k
+    1 KiB    4       46 / 140 / 5.6k          19 / 65 / 6.9k             27 / 143 / 3.8k          31 / 156 / 2.0k
+    256 KiB  4       286 / 621 / 5.7k         160 / 399 / 6.1k           351 / 511 / 4.5k         129 / 309 / 0.8k
+    16 MiB   4       50k / 247k / 53k         32k / 9.8k / 62k           294k / 272k / 646k       16k / 20k / 54k
+
+So sums are MPI's own but for large reduce-scatters. They are polled without sleep at first (exchange.py): with sleeps,
+MPI's all-reduce of 64 KiB on 2 ranks took 120 us instead of 20, as it goes on only when it is looked at.
 
 Everywhere else (torchrun, CUDA) they use the torch process group.
 
-`all_gather` and `all_to_all` over MPI are point-to-point messages, as fast as MPI's own collectives from 256 KiB on.
-They carry a digest of operation, shape and dtype as their tag, so a rank that calls with another shape, or is in
-another of the two, is found out for free; the process-group path exchanges the digest first where the caller asks.
+Where the caller asks for a check, `all_gather` and `all_to_all` over MPI are messages from rank to rank that carry a
+digest of operation, shape and dtype (exchange.py); the process-group path exchanges the digest first.
 
 MPI knows no bf16 or fp16: such values are summed in fp32 and rounded once.
 
@@ -22,11 +27,10 @@ A tensor that stands for a shape only (meta, or a fake one: a rank works out the
 computes) is not sent; the result has the right shape and no data.
 """
 
+import math
 import os
 import warnings
-import zlib
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -35,7 +39,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from smp import runtime
-from smp.errors import CommError, StepError
+from smp.comm.exchange import HALF, called, digest_of, exchange, memory, raise_mismatch, start_exchange_sum, wait
+from smp.errors import CommError
 from smp.groups import Group
 
 # The newest torch has new names for these two; the oldest one that is supported does not know them.
@@ -44,7 +49,9 @@ warnings.filterwarnings("ignore", _OLD_NAMES, FutureWarning)
 
 Op = Literal["sum", "max", "min"]
 _TORCH_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-_HALF = (torch.bfloat16, torch.float16)
+# From how many bytes on messages from rank to rank and additions of torch's are faster than MPI's reduce-scatter, by
+# size of the group; never where nothing is said (see the table above). All-reduce: MPI's own at every size.
+_MESSAGES_FROM = {2: 512 << 10, 4: 8 << 20}
 
 
 def is_structure(tensor: Tensor) -> bool:
@@ -54,23 +61,25 @@ def is_structure(tensor: Tensor) -> bool:
 
 def all_reduce(tensor: Tensor, group: Group, op: Op = "sum") -> Tensor:
     """[s] on every rank -> [s], the sum, maximum or minimum over the group, equal on every rank."""
+    return start_all_reduce(tensor, group, op)()
+
+
+def start_all_reduce(tensor: Tensor, group: Group, op: Op = "sum") -> Callable[[], Tensor]:
+    """As `all_reduce`, which the returned function completes; what is computed in between hides that ranks arrive at
+    different times. `tensor` may not be written to before the function has returned."""
     if group.size == 1 or is_structure(tensor):
-        return tensor
-    comm = _mpi_comm(tensor, group)
-    if comm is None:
-        out = _dense(tensor).clone()
-        with _blocking("all_reduce", group):
-            dist.all_reduce(out, _TORCH_OPS[op], group=group.process_group)
-        return out
-    if tensor.dtype in _HALF:
-        if op == "sum":
-            return _all_reduce_half(tensor, group)
-        return all_reduce(tensor.float(), group, op).to(tensor.dtype)
+        return lambda: tensor
     source = _dense(tensor)
-    out = torch.empty_like(source)
-    send, receive = source.numpy(), out.numpy()  # held until the request is complete: mpi4py does not hold them
-    _wait(comm.Iallreduce(send, receive, op=_mpi_op(op)), "all_reduce", group)
-    return out
+    if _mpi_comm(tensor, group) is None:
+        return _start_group_all_reduce(source, group, op)
+    if tensor.dtype not in HALF:
+        return _start_mpi_all_reduce(source, group, op)
+    if op == "sum" and group.size == 2:
+        return start_exchange_sum([source] * 2, group, "all_reduce")
+    if op == "sum":
+        return lambda: _all_reduce_half(source, group)
+    finish = _start_mpi_all_reduce(source.float(), group, op)
+    return lambda: finish().to(tensor.dtype)
 
 
 def all_gather(tensor: Tensor, group: Group, dim: int = 0, *, checked: bool | str = False) -> Tensor:
@@ -81,7 +90,7 @@ def all_gather(tensor: Tensor, group: Group, dim: int = 0, *, checked: bool | st
             caller, and ranks that are in different ones are told.
 
     Raises:
-        StepError: the ranks' shapes differ (always noticed over MPI, elsewhere with `checked`).
+        StepError: with `checked`: the ranks' shapes differ, or they are in different collectives.
     """
     if group.size == 1:
         return tensor
@@ -89,11 +98,15 @@ def all_gather(tensor: Tensor, group: Group, dim: int = 0, *, checked: bool | st
         return torch.cat([tensor] * group.size, dim)
     source = _dense(tensor)
     call = _called("all_gather", checked)
-    if _mpi_comm(tensor, group) is not None:
-        return _joined(_exchange([source] * group.size, group, call), dim)
+    comm = _mpi_comm(tensor, group)
+    if comm is not None and checked:
+        return _joined(exchange([source] * group.size, group, call), dim)
+    out = source.new_empty((group.size, *source.shape))
+    if comm is not None:
+        _wait(comm.Iallgather(memory(source), memory(out)), call, group)
+        return _joined(out, dim)
     if checked:
         _check_digest(source, group, call)
-    out = source.new_empty((group.size, *source.shape))
     with _blocking("all_gather", group):
         dist.all_gather_into_tensor(out.view(-1), source.view(-1), group=group.process_group)
     return _joined(out, dim)
@@ -111,10 +124,10 @@ def reduce_scatter(tensor: Tensor, group: Group, dim: int = 0) -> Tensor:
     if is_structure(tensor):
         return pieces[group.rank]
     comm = _mpi_comm(tensor, group)
-    if comm is not None and tensor.dtype in _HALF:
-        received = _exchange([_dense(piece) for piece in pieces], group, "reduce_scatter")
-        return received.sum(0, dtype=torch.float32).to(tensor.dtype)
-    source = torch.stack([_dense(piece) for piece in pieces]) if dim % tensor.dim() else _stacked(tensor, group)
+    if comm is not None and (tensor.dtype in HALF or tensor.nbytes >= _MESSAGES_FROM.get(group.size, math.inf)):
+        sent = [piece if rank == group.rank else _dense(piece) for rank, piece in enumerate(pieces)]
+        return start_exchange_sum(sent, group, "reduce_scatter")()
+    source = _stacked(pieces)
     out = torch.empty_like(source[0])
     if comm is None:
         with _blocking("reduce_scatter", group):
@@ -135,7 +148,7 @@ def all_to_all(tensor: Tensor, group: Group, split_dim: int, concat_dim: int, *,
 
     Raises:
         CommError: `split_dim` does not divide by the size of the group.
-        StepError: the ranks' shapes differ (always noticed over MPI, elsewhere with `checked`).
+        StepError: with `checked`: the ranks' shapes differ, or they are in different collectives.
     """
     if group.size == 1:
         return tensor
@@ -143,12 +156,16 @@ def all_to_all(tensor: Tensor, group: Group, split_dim: int, concat_dim: int, *,
     if is_structure(tensor):
         return torch.cat(pieces, concat_dim)
     call = _called("all_to_all", checked)
-    if _mpi_comm(tensor, group) is not None:
-        return _joined(_exchange([_dense(piece) for piece in pieces], group, call), concat_dim)
+    comm = _mpi_comm(tensor, group)
+    if comm is not None and checked:
+        return _joined(exchange([_dense(piece) for piece in pieces], group, call), concat_dim)
+    source = _stacked(pieces)
+    out = torch.empty_like(source)
+    if comm is not None:
+        _wait(comm.Ialltoall(memory(source), memory(out)), call, group)
+        return _joined(out, concat_dim)
     if checked:
         _check_digest(pieces[0], group, call)
-    source = torch.stack([_dense(piece) for piece in pieces])
-    out = torch.empty_like(source)
     with _blocking("all_to_all", group):
         dist.all_to_all_single(out.view(-1), source.view(-1), group=group.process_group)
     return _joined(out, concat_dim)
@@ -165,60 +182,11 @@ def broadcast(tensor: Tensor, group: Group, source: int) -> Tensor:
         with _blocking("broadcast", group):
             dist.broadcast(out, group=group.process_group, group_src=source)
     else:
-        memory = _memory(out)
-        _wait(comm.Ibcast(memory, root=source), "broadcast", group)
+        _wait(comm.Ibcast(memory(out), root=source), "broadcast", group)
     return tensor if group.rank == source else out
 
 
 # MPI
-
-
-def _exchange(pieces: Sequence[Tensor], group: Group, call: str) -> Tensor:
-    """`size` contiguous tensors [s], one for each rank -> [size, s], what the ranks sent to this one.
-
-    Raises:
-        StepError: on every rank: the ranks' shapes or dtypes differ, or they are in different collectives.
-    """
-    comm = runtime.get().transport.comm(group)
-    out = pieces[0].new_empty((group.size, *pieces[0].shape))
-    digest = _digest(call, tuple(pieces[0].shape), pieces[0].dtype)
-    # A rank sends first to the one behind it, so that not all send to rank 0 at once.
-    others = [(group.rank + step) % group.size for step in range(1, group.size)]
-    receives = {other: _Receive(comm, out[other], other) for other in others}
-    sends = [comm.Isend(_memory(pieces[other]), other, digest) for other in others]
-    out[group.rank].copy_(pieces[group.rank])
-
-    def complete() -> bool:
-        arrived = sum(receive.test() for receive in receives.values())
-        sent = sum(bool(send.Test()) for send in sends)
-        return arrived + sent == 2 * len(others)
-
-    runtime.get().monitor.wait(complete, _name(call, group), group.ranks)
-    if any(receive.digest != digest for receive in receives.values()):
-        _raise_mismatch(pieces[0], group, call)
-    return out
-
-
-class _Receive:
-    """One message of an exchange. Its sender says by the tag what it means it to be."""
-
-    __slots__ = ("request", "status", "digest")
-
-    def __init__(self, comm: Any, buffer: Tensor, source: int) -> None:
-        mpi = _mpi()
-        self.status = mpi.Status()
-        self.digest: int | None = None  # -1: longer than the buffer
-        self.request = comm.Irecv(_memory(buffer), source, mpi.ANY_TAG)
-
-    def test(self) -> bool:
-        """Whether it has arrived."""
-        if self.digest is None:
-            try:
-                if self.request.Test(self.status):
-                    self.digest = self.status.Get_tag()
-            except _mpi().Exception:
-                self.digest = -1
-        return self.digest is not None
 
 
 def _mpi_comm(tensor: Tensor, group: Group) -> Any:
@@ -234,14 +202,33 @@ def _mpi_op(op: Op) -> Any:
     return {"sum": _mpi().SUM, "max": _mpi().MAX, "min": _mpi().MIN}[op]
 
 
-def _memory(tensor: Tensor) -> Any:
-    """A contiguous tensor's memory as bytes, for moves of any dtype."""
-    mpi = _mpi()
-    return [mpi.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size()), mpi.BYTE]
-
-
 def _wait(request: Any, call: str, group: Group) -> None:
-    runtime.get().monitor.wait(request.Test, _name(call, group), group.ranks)
+    wait(request.Test, call, group)
+
+
+def _start_mpi_all_reduce(source: Tensor, group: Group, op: Op) -> Callable[[], Tensor]:
+    out = torch.empty_like(source)
+    send, receive = source.numpy(), out.numpy()  # held until the request is complete: mpi4py does not hold them
+    request = runtime.get().transport.comm(group).Iallreduce(send, receive, op=_mpi_op(op))
+
+    def finish() -> Tensor:
+        _wait(request, "all_reduce", group)
+        assert send is not receive  # and so both live as long as this function
+        return out
+
+    return finish
+
+
+def _start_group_all_reduce(source: Tensor, group: Group, op: Op) -> Callable[[], Tensor]:
+    out = source.clone()
+    work = dist.all_reduce(out, _TORCH_OPS[op], group=group.process_group, async_op=True)
+
+    def finish() -> Tensor:
+        with _blocking("all_reduce", group):
+            work.wait()
+        return out
+
+    return finish
 
 
 def _all_reduce_half(tensor: Tensor, group: Group) -> Tensor:
@@ -260,15 +247,10 @@ def _called(operation: str, checked: bool | str) -> str:
     return f"{operation} for {checked}" if isinstance(checked, str) else operation
 
 
-@lru_cache(maxsize=4096)
-def _digest(call: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return zlib.crc32(repr((call, shape, dtype)).encode()) & 0x3FFFFFFF
-
-
 def _check_digest(piece: Tensor, group: Group, call: str) -> None:
     """Compares what the ranks are about to do, where the collective itself would not notice. On CUDA without MPI only
     with SMP_DEBUG=1: the host would have to wait for the device."""
-    digest = _digest(call, tuple(piece.shape), piece.dtype)
+    digest = digest_of(piece, call)
     comm = runtime.get().transport.comm(group)
     mine = torch.tensor([digest, -digest])
     if comm is not None:
@@ -282,26 +264,7 @@ def _check_digest(piece: Tensor, group: Group, call: str) -> None:
     else:
         return
     if int(largest[0]) != -int(largest[1]):
-        _raise_mismatch(piece, group, call)
-
-
-def _raise_mismatch(piece: Tensor, group: Group, call: str) -> None:
-    """Every rank of the group gets here when any two differ: each of them has met one that is unlike itself."""
-    mine = (call, tuple(piece.shape), str(piece.dtype).removeprefix("torch."))
-    answers = runtime.get().transport.all_gather_object(mine, group)
-    shown = "; ".join(
-        f"rank {rank}: {what} of {shape} {dtype}" for rank, (what, shape, dtype) in zip(group.ranks, answers)
-    )
-    if len({what for what, _, _ in answers}) > 1:
-        raise StepError(
-            f"the ranks of one {group.kind.name} are in different modules: {shown}. They join their batches in every "
-            "split module, so a branch that depends on a tensor's value must go the same way on all of them: let "
-            "them agree on it first, or use prescaled_batch"
-        )
-    raise StepError(
-        f"the ranks of one {group.kind.name} joined their batches with different shapes: {shown}. Every tp_rank must "
-        "bring a batch of the same shape (pad the last one or drop it, and pad sequences to one length over the group)"
-    )
+        raise_mismatch(piece, group, call)
 
 
 def _pieces(tensor: Tensor, group: Group, dim: int, call: str) -> tuple[Tensor, ...]:
@@ -315,9 +278,14 @@ def _dense(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def _stacked(tensor: Tensor, group: Group) -> Tensor:
-    """[size * n, ..] -> [size, n, ..]."""
-    return _dense(tensor).view(group.size, tensor.shape[0] // group.size, *tensor.shape[1:])
+def _stacked(pieces: Sequence[Tensor]) -> Tensor:
+    """The pieces [s] of one tensor -> [size, s], without a copy where they lie behind one another in memory."""
+    first = pieces[0]
+    places = [first.data_ptr() + index * first.nbytes for index in range(len(pieces))]
+    dense = all(piece.is_contiguous() for piece in pieces) and not (first.is_conj() or first.is_neg())
+    if dense and places == [piece.data_ptr() for piece in pieces]:
+        return first.detach().as_strided((len(pieces), *first.shape), (first.numel(), *first.stride()))
+    return torch.stack([_dense(piece) for piece in pieces])
 
 
 def _joined(parts: Tensor, dim: int) -> Tensor:
@@ -327,9 +295,5 @@ def _joined(parts: Tensor, dim: int) -> Tensor:
     return torch.cat(parts.unbind(0), dim)
 
 
-def _name(call: str, group: Group) -> str:
-    return f"{call}({group.kind.name})"
-
-
 def _blocking(call: str, group: Group) -> Any:
-    return runtime.get().monitor.blocking(_name(call, group), group.ranks)
+    return runtime.get().monitor.blocking(called(call, group), group.ranks)

@@ -100,7 +100,9 @@ def test_batches_of_different_shapes_are_refused_on_every_rank(launcher):
         collectives.all_to_all(torch.zeros((2 + 2 * group.rank, 4)), group, 1, 0, checked=True)
     if launcher == "mpi":
         with pytest.raises(StepError, match="int64"):
-            collectives.all_gather(torch.zeros(2, dtype=torch.int64 if group.rank else torch.float64), group)
+            collectives.all_gather(
+                torch.zeros(2, dtype=torch.int64 if group.rank else torch.float64), group, checked=True
+            )
 
 
 @on_ranks(2, config=TP2)
