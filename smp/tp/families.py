@@ -11,7 +11,7 @@ for the first time: nothing here imports `transformers`. Its table of names is r
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import import_module
@@ -131,7 +131,7 @@ class Rule:
         theirs: names of the other library, several if they become one; `{n}` stands for a number.
         ours: the name in the twin, with the same `{n}`; None: a buffer that is computed anew, which is dropped.
         layout: how the tensors differ.
-        tied_to: a name of theirs; where both are one tensor, the twin has only that of the other name.
+        tied_to: a name of theirs, which may stand for the same tensor.
     """
 
     theirs: str | tuple[str, ...]
@@ -200,7 +200,7 @@ class Place:
         theirs, ours: prefixes, `{n}` as in rules.
         rules: names below them.
         config: of the model; None: not known.
-        tied: whether the twin shares the tensors of `Rule.tied_to`; None: not known.
+        tied: whether names of `Rule.tied_to` are one tensor; None: not known.
     """
 
     theirs: str
@@ -220,14 +220,12 @@ class Family:
         replaced: its modules that have twins.
         places: where names stand in a model whose places are not known otherwise; the first one that knows a name
             counts.
-        extra: (state dict in their names, max_seq_len) -> buffers that old versions of the library wrote to files.
     """
 
     name: str
     model_types: tuple[str, ...]
     replaced: tuple[Replacement, ...]
     places: tuple[Place, ...]
-    extra: Callable[[StateDict, int], StateDict] | None = None
 
     def hf_to_smp(self, state_dict: Mapping[str, Any], *, config: Any = None, consume: bool = False) -> StateDict:
         """Their names -> ours; see `to_ours`. `config` is taken from the DistributedModel if there is one."""
@@ -245,14 +243,11 @@ class Family:
 
         Args:
             state_dict: whole tensors by name.
-            max_seq_len: adds the masks of that length that files of old versions of the library hold.
+            max_seq_len: has no effect: masks of that length are no part of the library's state dicts any more.
             config: of the model, taken from the DistributedModel if there is one.
             consume: see `to_theirs`.
         """
-        result = to_theirs(state_dict, self._known_places(config), consume=consume)
-        if max_seq_len is not None and self.extra is not None:
-            result.update(self.extra(result, max_seq_len))
-        return result
+        return to_theirs(state_dict, self._known_places(config), consume=consume)
 
     def _known_places(self, config: Any) -> Sequence[Place]:
         if config is None and self.name in _in_model:
@@ -383,8 +378,8 @@ def to_ours(state_dict: Mapping[str, Any], places: Sequence[Place], *, consume: 
     Nothing is copied but what is fused or reordered (query, key, value); the rest are the same tensors, or views.
 
     Args:
-        state_dict: whole tensors by name. Several names of one tensor that the twin has once become one.
-        places: where names stand.
+        state_dict: whole tensors by name.
+        places: where names stand. The names of a tied weight get one tensor, also where the file has but one of them.
         consume: take entries out of `state_dict` while they are translated, so that memory does not rise.
 
     Raises:
@@ -392,41 +387,43 @@ def to_ours(state_dict: Mapping[str, Any], places: Sequence[Place], *, consume: 
     """
     names = _Names.of_theirs(places)
     result: StateDict = {}
+    translated: set[str] = set()
     waiting: dict[str, tuple[_Found, dict[int, Any]]] = {}
-    second_names: dict[str, _Found] = {}
     for name, value in _entries(state_dict, consume):
         found = names.find(name)
         if found is None:
             result[name] = value
         elif found.rule.ours is not None:
             target = fill(found.place.ours + found.rule.ours, found.numbers)
+            translated.add(target)
             _, parts = waiting.setdefault(target, (found, {}))
             parts[found.index] = value
             result.setdefault(target, None)  # in the order of the first parts
             if len(parts) == len(found.rule.sources):
                 result[target] = found.rule.layout.merge([parts[k] for k in range(len(parts))], found.place.config)
                 del waiting[target], parts
-            if found.rule.tied_to is not None:
-                second_names[target] = found
     for target, (found, parts) in waiting.items():
         sources = [found.place.theirs + source for source in found.rule.sources]
         missing = [fill(source, found.numbers) for k, source in enumerate(sources) if k not in parts]
         raise CheckpointError(f"{', '.join(missing)} is not in the state dict; {target} cannot be made without it")
-    for target, found in second_names.items():
-        _drop_second_name(result, target, found, names)
+    for place in places:
+        ours = {source: rule.ours for rule in place.rules for source in rule.sources}
+        for rule in place.rules:
+            if rule.tied_to is not None and rule.ours is not None:
+                first = ours[rule.tied_to]
+                assert first is not None, "tied_to names another rule"
+                _tie(result, place.ours + first, place.ours + rule.ours, place.tied, translated)
     return result
 
 
-def _drop_second_name(result: StateDict, target: str, found: "_Found", names: "_Names") -> None:
-    """Leaves a tied tensor under its first name only, where the twin has it once."""
-    first = names.find(fill(found.place.theirs + (found.rule.tied_to or ""), found.numbers))
-    assert first is not None and first.rule.ours is not None, "tied_to names another rule"
-    first_name = fill(first.place.ours + first.rule.ours, first.numbers)
-    if found.place.tied:
-        second = result.pop(target)
-        result.setdefault(first_name, second)
-    elif found.place.tied is None and _same(result.get(first_name), result[target]):
-        del result[target]
+def _tie(result: StateDict, first: str, second: str, tied: bool | None, translated: Container[str]) -> None:
+    """Gives both names of a weight one tensor; with `tied` None if both are there with the same values."""
+    if tied is False or not (first in translated or second in translated):
+        return
+    if first in result and (tied or (second in result and _same(result[first], result[second]))):
+        result[second] = result[first]
+    elif tied and second in result:
+        result[first] = result[second]
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -440,7 +437,7 @@ def to_theirs(state_dict: Mapping[str, Any], places: Sequence[Place], *, consume
 
     Args:
         state_dict: whole tensors by name.
-        places: where names stand. The names of a tied tensor get one tensor.
+        places: where names stand. The names of a tied weight get one tensor.
         consume: take entries out of `state_dict` while they are translated, and give the results memory of their own:
             what is to be written to a file. False: they are views into the tensors of `state_dict` where possible.
     """
@@ -461,8 +458,9 @@ def to_theirs(state_dict: Mapping[str, Any], places: Sequence[Place], *, consume
         del value, parts
     for place in places:
         for rule in place.rules:
-            if rule.tied_to is not None and place.tied is not False and place.theirs + rule.tied_to in translated:
-                result.setdefault(place.theirs + rule.sources[0], result[place.theirs + rule.tied_to])
+            if rule.tied_to is not None:
+                first, second = place.theirs + rule.tied_to, place.theirs + rule.sources[0]
+                _tie(result, first, second, place.tied, translated)
     return result
 
 
