@@ -9,6 +9,7 @@ because the seed lives in the generator itself, activation checkpointing restore
 
 import random
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -88,6 +89,23 @@ class Streams:
     def leave(self, seed: int) -> None:
         """Go on with the caller's stream."""
         self.seed(mix(seed, 1))
+
+
+class _Drawing(threading.local):
+    streams: Streams | None = None
+
+
+_drawing = _Drawing()
+
+
+def current_streams() -> Streams | None:
+    """The streams from which the calling thread draws; None outside of a step."""
+    return _drawing.streams
+
+
+def set_current_streams(streams: Streams | None) -> None:
+    """The calling thread draws from these."""
+    _drawing.streams = streams
 
 
 def draw_seed() -> int:

@@ -8,12 +8,16 @@ equal on all ranks has a gradient that is equal on all ranks; only where each ra
     joined batches      gather_batch  <->  scatter_sum                all_to_all  <->  all_to_all
     shared batch        copy_in       <->  sum_out                    own_slice   <->  gather_slices
 
-All are the identity on a group of one. None saves a tensor for backward.
+Inside a transformer (tp/region.py) a joined batch that every rank holds whole is a batch that all share.
+
+All are the identity on a group of one. None but gather_linear saves a tensor for backward.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -96,14 +100,64 @@ class _OwnSlice(torch.autograd.Function):
 
 class _GatherSlices(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int, checked: bool | str) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return collectives.all_gather(x, group, dim)
+        return collectives.all_gather(x, group, dim, checked=checked)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.chunk(ctx.group.size, ctx.dim)[ctx.group.rank].contiguous(), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad.chunk(ctx.group.size, ctx.dim)[ctx.group.rank].contiguous(), None, None, None
+
+
+class _GatherLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, dim: int, checked: bool | str
+    ) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        ctx.save_for_backward(x, weight)
+        return F.linear(collectives.all_gather(x, group, dim, checked=checked), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
+        rows = grad.reshape(-1, grad.shape[-1])
+        grad_x = collectives.reduce_scatter(grad @ weight, ctx.group, ctx.dim) if need_x else None
+        grad_weight = None
+        if need_weight:
+            whole = collectives.all_gather(x, ctx.group, ctx.dim)
+            grad_weight = rows.t() @ whole.reshape(-1, whole.shape[-1])
+        return grad_x, grad_weight, rows.sum(0) if need_bias else None, None, None, None
+
+
+class _Repeated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, size: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.size = size
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *(None if grad is None else grad / ctx.size for grad in grads)
+
+
+class _CopyInAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        flat = collectives.all_reduce(torch.cat([grad.reshape(-1) for grad in grads]), ctx.group)
+        parts = flat.split([grad.numel() for grad in grads])
+        return None, *(part.view(grad.shape).to(grad.dtype) for part, grad in zip(parts, grads))
 
 
 # Joined batches
@@ -163,10 +217,46 @@ def own_slice(x: Tensor, group: Group, dim: int) -> Tensor:
     return x if group.size == 1 else _OwnSlice.apply(x, group, dim)
 
 
-def gather_slices(x: Tensor, group: Group, dim: int) -> Tensor:
+def gather_slices(x: Tensor, group: Group, dim: int, *, checked: bool | str = False) -> Tensor:
     """[.., n, ..] own slice -> [.., size * n, ..] whole, equal on every rank.
 
     Forward: all_gather along `dim`. Dual: own_slice; the gradient of the whole is equal on every rank = own slice
-    of it. Saves nothing.
+    of it. Saves nothing. `checked`: as in collectives.all_gather.
     """
-    return x if group.size == 1 else _GatherSlices.apply(x, group, dim)
+    return x if group.size == 1 else _GatherSlices.apply(x, group, dim, checked)
+
+
+# Inside a transformer
+
+
+def gather_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, dim: int, *, checked: bool | str = False
+) -> Tensor:
+    """[.., n, .., in] own part, weight [out_k, in], bias [out_k] -> [.., size * n, .., out_k]: F.linear of all parts.
+
+    Forward: all_gather of x along `dim`, then own columns. Dual: the gradient of the gathered x is partial, own part =
+    reduce_scatter; for the weight's gradient x is gathered again. Saves own part of x. `checked`: as in
+    collectives.all_gather.
+    """
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(x.device.type)
+        bias = None if bias is None else bias.to(dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            return gather_linear(x.to(dtype), weight.to(dtype), bias, group, dim, checked=checked)
+    if group.size == 1:
+        return F.linear(x, weight, bias)
+    return _GatherLinear.apply(x, weight, bias, group, dim, checked)
+
+
+def repeated(tensors: Sequence[Tensor], group: Group) -> tuple[Tensor, ...]:
+    """The same tensors, each equal on every rank and used by each rank for the same joined batch.
+
+    Forward: identity. Backward: every rank computes the gradient of the whole joined batch; its share of it, 1 / size,
+    so that the sum over the ranks counts it once. Saves nothing.
+    """
+    return tuple(tensors) if group.size == 1 or not tensors else _Repeated.apply(group.size, *tensors)
+
+
+def copy_in_all(tensors: Sequence[Tensor], group: Group) -> tuple[Tensor, ...]:
+    """copy_in of several tensors, with one message in backward."""
+    return tuple(tensors) if group.size == 1 or not tensors else _CopyInAll.apply(group, *tensors)

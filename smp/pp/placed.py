@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from smp import rng
 from smp.errors import StepError
-from smp.rng import Streams
 
 if TYPE_CHECKING:
     from smp.pp.program import Program
@@ -25,8 +25,15 @@ class _Current(threading.local):
     """What the calling thread is running: the program of a microbatch, and the random streams of a step."""
 
     program: "Program | None" = None
-    streams: Streams | None = None
     in_backward: bool = False  # the backward of a model without a pipeline runs; under a function mode it calls itself
+
+    @property
+    def streams(self) -> rng.Streams | None:
+        return rng.current_streams()
+
+    @streams.setter
+    def streams(self, streams: rng.Streams | None) -> None:
+        rng.set_current_streams(streams)
 
 
 current = _Current()

@@ -1,0 +1,105 @@
+"""What attention knows of places: rotary angles, ALiBi, causal masks and local windows. Pure functions."""
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from smp.comm.collectives import is_structure
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotates the first 2 * r places of vectors [rows, S, heads, d] by the angles [rows or 1, S, 1, r] (Su et al.,
+    "RoFormer", 2021). `interleaved`: pairs are neighbours, (0, 1), (2, 3), ..; else (0, r), (1, r + 1), .."""
+    r = cos.shape[-1]
+    turned, rest = x[..., : 2 * r], x[..., 2 * r :]
+    if interleaved:
+        first, second = turned[..., ::2], turned[..., 1::2]
+    else:
+        first, second = turned.split(r, -1)
+    first, second = first * cos - second * sin, second * cos + first * sin
+    turned = torch.stack((first, second), -1).flatten(-2) if interleaved else torch.cat((first, second), -1)
+    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
+
+
+def angles(positions: Tensor | None, like: Tensor, dim: int, base: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [rows or 1, S, 1, dim / 2] for vectors `like` [rows, S, ..], in its dtype.
+
+    Angles are computed in float32 at least: in half precision neighbouring places could not be told apart.
+    """
+    if positions is None and not is_structure(like):
+        return _usual_angles(like.shape[1], dim, base, like.dtype, like.device)
+    if positions is None:
+        positions = torch.arange(like.shape[1], device=like.device).unsqueeze(0)
+    return _angles(positions, dim, base, like.dtype)
+
+
+@lru_cache(maxsize=32)
+def _usual_angles(
+    length: int, dim: int, base: float, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):  # tensors made under it could not be used in training later
+        return _angles(torch.arange(length, device=device).unsqueeze(0), dim, base, dtype)
+
+
+def _angles(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    exact = torch.promote_types(dtype, torch.float32)
+    rates = base ** (-torch.arange(0, dim, 2, device=positions.device).to(exact) / dim)
+    turned = positions.to(exact)[..., None, None] * rates
+    return turned.cos().to(dtype), turned.sin().to(dtype)
+
+
+def alibi_slopes(num_heads: int, largest: float = 8) -> list[float]:
+    """How much a step of distance takes from each head's scores (Press et al., "Train short, test long", 2022): with a
+    power of two heads 2^(-largest * k / num_heads), k = 1, 2, ..; else every second one of the next power of two first.
+    """
+    power = 2 ** math.ceil(math.log2(num_heads))
+    slopes = [2.0 ** (-largest * k / power) for k in range(1, power + 1)]
+    return slopes if power == num_heads else (slopes[1::2] + slopes[::2])[:num_heads]
+
+
+def alibi(slopes: Tensor, num_queries: int, num_keys: int, causal: bool) -> Tensor:
+    """-slope * distance: [heads] -> [1, heads, num_queries or 1, num_keys]; with the causal mask counted from the last
+    place, which changes all scores of a query alike."""
+    keys = torch.arange(num_keys, device=slopes.device)
+    if causal:
+        distance = (num_keys - 1 - keys).view(1, 1, num_keys)
+    else:
+        queries = torch.arange(num_queries, device=slopes.device)
+        distance = (queries.unsqueeze(1) - keys).abs().unsqueeze(0)
+    return (-slopes.view(-1, 1, 1) * distance.to(slopes.dtype)).unsqueeze(0)
+
+
+def visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Which keys a query sees under the causal mask: [num_queries, num_keys], True for the `window` last ones up to its
+    own place."""
+    ahead = torch.arange(num_keys, device=device) - torch.arange(num_queries, device=device).unsqueeze(1)
+    return (ahead <= 0) if window is None else (ahead <= 0) & (ahead > -window)
+
+
+def score_mask(mask: Tensor | None, bias: Tensor | None, seen: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """One tensor for scaled_dot_product_attention out of the user's mask, a bias of scores and what causality shows.
+
+    Args:
+        mask: additive, or bool where True is seen; [N, 1 or heads, 1 or Sq, Sk].
+        bias: [1, heads, 1 or Sq, Sk].
+        seen: [Sq, Sk].
+        dtype: of the queries.
+
+    The user's mask counts as at least the smallest finite number and causality as minus infinity: where a query sees
+    only places that the user has masked, it looks at all of those, and no row is empty.
+    """
+    if mask is None and bias is None:
+        return seen
+    if mask is not None:
+        smallest = torch.finfo(dtype).min
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, smallest)
+        else:
+            mask = mask.to(dtype).clamp(min=smallest)
+        bias = mask if bias is None else mask + bias.to(dtype)
+    assert bias is not None
+    if seen is not None:
+        bias = bias.masked_fill(~seen, -math.inf)
+    return bias.to(dtype)
