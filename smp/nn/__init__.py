@@ -6,6 +6,7 @@ from smp.tp.embedding import DistributedEmbedding
 from smp.tp.flash import FlashAttentionLayer
 from smp.tp.layernorm import DistributedLayerNorm, FusedLayerNorm
 from smp.tp.linear import DistributedLinear
+from smp.tp.lm_head import DistributedTransformerLMHead
 from smp.tp.module import DistributedModule
 from smp.tp.transformer import (
     DistributedTransformer,
@@ -20,6 +21,7 @@ __all__ = [
     "DistributedLinear",
     "DistributedModule",
     "DistributedTransformer",
+    "DistributedTransformerLMHead",
     "DistributedTransformerLayer",
     "DistributedTransformerOutputLayer",
     "FlashAttentionLayer",

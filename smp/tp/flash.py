@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from smp import log
 from smp.errors import UsageError
+from smp.tp.positions import alibi, alibi_slopes, score_mask, visible
 
 
 class FlashAttentionLayer(nn.Module):
@@ -24,7 +25,7 @@ class FlashAttentionLayer(nn.Module):
         layer_idx: the layer's number, from 0.
         scale: what scores are multiplied by, instead of the two above.
         triton_flash_attention: has no effect: torch chooses the kernel.
-        use_alibi: adds a bias that falls with the distance, see `alibi_slopes`.
+        use_alibi: adds a bias that falls with the distance, see `positions.alibi_slopes`.
 
     Raises:
         UsageError: scaling by a layer's number without one, or an argument out of range.
@@ -68,18 +69,20 @@ class FlashAttentionLayer(nn.Module):
             size = head_size if head_size is not None else "head size"
             raise UsageError(f"qkv must be [batch, length, 3, heads, {size}], got {tuple(qkv.shape)}")
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        heads, length = query.shape[1], query.shape[2]
+        bias = None
         if self.use_alibi:
-            bias = alibi_bias(qkv.shape[3], qkv.shape[1], query)
-            attn_mask = bias if attn_mask is None else bias + additive(attn_mask, query.dtype)
-        if causal and attn_mask is not None:
-            seen = torch.ones(qkv.shape[1], qkv.shape[1], dtype=torch.bool, device=qkv.device).tril()
-            attn_mask = additive(attn_mask, query.dtype).masked_fill(~seen, -math.inf)
-        elif attn_mask is not None and attn_mask.dtype != torch.bool:
-            attn_mask = attn_mask.to(query.dtype)
+            exact = torch.promote_types(query.dtype, torch.float32)  # half precision has no distance of 257
+            slopes = torch.tensor(alibi_slopes(heads), dtype=exact, device=query.device)
+            bias = alibi(slopes, length, length, causal=False)  # by distance, which is small where it matters
+        kernel_mask = None
+        if attn_mask is not None or bias is not None:
+            seen = visible(length, length, None, query.device) if causal else None
+            kernel_mask = score_mask(attn_mask, bias, seen, query.dtype)
         return F.scaled_dot_product_attention(
-            *(query, key, value, attn_mask),
+            *(query, key, value, kernel_mask),
             dropout_p=self.attention_dropout_prob if self.training else 0.0,
-            is_causal=causal and attn_mask is None,
+            is_causal=causal and kernel_mask is None,
             scale=self.score_scale(qkv.shape[4]),
         )
 
@@ -92,28 +95,3 @@ class FlashAttentionLayer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"attention_dropout_prob={self.attention_dropout_prob}, use_alibi={self.use_alibi}"
-
-
-def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask to be added to scores: bool ones become 0 where True and -inf where False."""
-    if mask.dtype != torch.bool:
-        return mask.to(dtype)
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -math.inf)
-
-
-def alibi_slopes(heads: int, bias_max: float = 8.0) -> list[float]:
-    """How much each head's bias falls per place of distance: 2^(-bias_max i / heads), i = 1 .. heads, for a power of
-    two; for other numbers those of the next larger power, every second one first.
-    (Press et al., "Train Short, Test Long", 2022.)"""
-    power = 2 ** math.ceil(math.log2(heads)) if heads > 1 else 1
-    slopes = [2.0 ** (-bias_max * i / power) for i in range(1, power + 1)]
-    return slopes if power == heads else (slopes[1::2] + slopes[::2])[:heads]
-
-
-def alibi_bias(heads: int, length: int, like: Tensor) -> Tensor:
-    """[1, heads, length, length]: minus slope times distance, in the dtype and on the device of `like`."""
-    exact = torch.promote_types(like.dtype, torch.float32)  # half precision has no distance of 257
-    place = torch.arange(length, device=like.device)
-    distance = (place.unsqueeze(0) - place.unsqueeze(1)).abs().to(exact)
-    slopes = torch.tensor(alibi_slopes(heads), dtype=exact, device=like.device)
-    return -(slopes.view(1, heads, 1, 1) * distance).to(like.dtype)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import smp
 from smp.nn import FlashAttentionLayer, FusedLayerNorm
-from smp.tp.flash import alibi_slopes
+from smp.tp.positions import alibi_slopes
 
 N, S, HEADS, SIZE = 2, 5, 3, 4
 
