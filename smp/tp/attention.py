@@ -214,6 +214,8 @@ class DistributedAttentionLayer(Block):
         **options: Any,
     ) -> None:
         o = Options.of(options, type(self).__name__)
+        own_mask_size = None if cross_attention else causal_mask_size
+        _check(num_attention_heads, attention_head_size, own_mask_size, o, self.tp_group.size)
         std = initializer_range if use_normal_initialization else None
         super().__init__(hidden_size, hidden_dropout_prob, layernorm_epsilon, std, pre_layernorm, post_layernorm, o)
         self.num_attention_heads, self.attention_head_size = num_attention_heads, attention_head_size
@@ -223,7 +225,6 @@ class DistributedAttentionLayer(Block):
         self.scale = 1 / math.sqrt(attention_head_size) if o.scale_attention_scores else 1.0
         if o.scale_attn_by_layer_idx and o.layer_idx is not None:
             self.scale /= o.layer_idx + 1
-        self._check()
         q, kv = num_attention_heads * attention_head_size, self.num_key_value_heads * attention_head_size
         if cross_attention:
             self.make_linear("query", q, hidden_size, o.use_qkv_bias, dim=0)
@@ -231,24 +232,6 @@ class DistributedAttentionLayer(Block):
         else:
             self.make_linear("qkv", q + 2 * kv, hidden_size, o.use_qkv_bias, dim=0, sections=(q, kv, kv))
         self.make_linear("dense", hidden_size, q, o.use_attention_dense_bias, dim=1)
-
-    def _check(self) -> None:
-        o, size = self.options, self.tp_group.size
-        heads = {"num_attention_heads": self.num_attention_heads, "num_key_value_heads": self.num_key_value_heads}
-        for name, number in heads.items():
-            if number % size:
-                raise PartitionError(f"{name} {number}: not a multiple of tensor_parallel_degree {size}")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise UsageError(
-                f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
-                f"{self.num_key_value_heads}"
-            )
-        if o.attention_window is not None and (self.causal_mask_size is None or self.cross_attention):
-            raise UsageError("attention_window needs the causal mask: set causal_mask_size")
-        if o.attention_window is not None and not (isinstance(o.attention_window, int) and o.attention_window > 0):
-            raise UsageError(f"attention_window must be a positive number, got {o.attention_window!r}")
-        if (o.rotary_dim or 0) > self.attention_head_size:
-            raise UsageError(f"rotary_dim {o.rotary_dim} is more than attention_head_size {self.attention_head_size}")
 
     def forward(self, inputs: Any, position_ids: Tensor | None = None, *, parallel: bool = False) -> Any:
         """(hidden [N, S, H], attention_mask), with cross attention (hidden, cross_states [N, Sk, H], attention_mask) ->
@@ -335,6 +318,23 @@ class DistributedAttentionLayer(Block):
             heads += f", num_key_value_heads={self.num_key_value_heads}"
         sizes = f"{heads}, attention_head_size={self.attention_head_size}, hidden_size={self.hidden_size}"
         return f"{sizes}, cross_attention={self.cross_attention}, causal_mask_size={self.causal_mask_size}"
+
+
+def _check(heads: int, head_size: int, causal_mask_size: int | None, options: Options, num_parts: int) -> None:
+    """Refuses what cannot be, before any weight exists."""
+    key_heads = heads if options.num_key_value_heads is None else options.num_key_value_heads
+    for name, number in {"num_attention_heads": heads, "num_key_value_heads": key_heads}.items():
+        if number % num_parts or number < 1:
+            raise PartitionError(f"{name} {number}: not a multiple of tensor_parallel_degree {num_parts}")
+    if heads % key_heads:
+        raise UsageError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {key_heads}")
+    window = options.attention_window
+    if window is not None and causal_mask_size is None:
+        raise UsageError("attention_window needs the causal mask: set causal_mask_size")
+    if window is not None and not (isinstance(window, int) and window > 0):
+        raise UsageError(f"attention_window must be a positive number, got {window!r}")
+    if (options.rotary_dim or 0) > head_size:
+        raise UsageError(f"rotary_dim {options.rotary_dim} is more than attention_head_size {head_size}")
 
 
 def _with_cross(module: DistributedModule, inputs: Any) -> tuple[Any, ...]:
