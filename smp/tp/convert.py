@@ -13,7 +13,7 @@ Whole tensors get tp_rank 0's values too. What cannot be split is left whole, wi
 import difflib
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,6 +31,8 @@ from smp.tp import delayed, families
 from smp.tp.carry import Move, carry, carry_marks, plan
 from smp.tp.contexts import KNOWN_OPTIONS, Mark, mark_of
 from smp.tp.module import FORWARD_HOOKS, DistributedModule
+from smp.tp.plan import Plans, find_units
+from smp.tp.planned import distribute
 from smp.tp.registry import (
     Registration,
     recorded_arguments,
@@ -72,7 +74,8 @@ def convert(module: nn.Module, runtime: Runtime) -> nn.Module:
     """
     families.forget_places()
     state.module_manager.translate_functions.clear()
-    candidates = list(_find(module, families_only=runtime.tp_size == 1))
+    plans = find_units(module, runtime.tp_size, _is_claimed) if runtime.tp_size > 1 else Plans()
+    candidates = list(_find(module, runtime.tp_size == 1, plans.settled))
     if runtime.tp_size == 1 and not candidates:
         return module
     _check_options(candidates)
@@ -86,7 +89,9 @@ def convert(module: nn.Module, runtime: Runtime) -> nn.Module:
                 whole[candidate.name] = str(why)
     _undo_half_tied(candidates, cuts, twins, whole)
     candidates = [candidate for candidate in candidates if candidate.name in twins]
-    _agree(module, candidates, runtime)
+    _agree(module, candidates, [unit.name for unit in plans.units], runtime)
+    for unit in plans.units:
+        distribute(unit, runtime.group(CommGroup.TP_GROUP))
     originals: list[delayed.Original] = []
     root = None
     for candidate in candidates:
@@ -102,7 +107,7 @@ def convert(module: nn.Module, runtime: Runtime) -> nn.Module:
     if delayed.has_delayed(module):
         delayed.remember_original(module, originals, root)
     _share_whole_tensors(module, runtime)
-    _warn(whole)
+    _warn({**whole, **plans.whole})
     state.module_manager.translate_functions.extend(families.translate_functions())
     return module
 
@@ -110,9 +115,17 @@ def convert(module: nn.Module, runtime: Runtime) -> nn.Module:
 # 1. Find
 
 
-def _find(root: nn.Module, families_only: bool) -> Iterator[_Candidate]:
-    """The outermost marked modules of registered classes, or of declared families. A module used in several places is
-    found once."""
+def _is_claimed(module: nn.Module) -> bool:
+    """Whether a module with others in it is replaced as a whole."""
+    mark = mark_of(module)
+    if mark is None or not mark.enabled or type(module).__module__.startswith("torch.nn."):
+        return False
+    return registration_of(module) is not None
+
+
+def _find(root: nn.Module, families_only: bool, settled: Set[int]) -> Iterator[_Candidate]:
+    """The outermost marked modules of registered classes, or of declared families, but for the `settled` ones. A module
+    used in several places is found once."""
     places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     order: list[tuple[str, nn.Module]] = []
     seen: set[int] = set()
@@ -120,7 +133,7 @@ def _find(root: nn.Module, families_only: bool) -> Iterator[_Candidate]:
     def walk(module: nn.Module, name: str) -> None:
         mark = mark_of(module)
         if not isinstance(module, DistributedModule) and mark is not None and mark.enabled:
-            registration = registration_of(module)
+            registration = None if id(module) in settled else registration_of(module)
             if registration is not None and (registration.family is not None or not families_only):
                 if id(module) not in seen:
                     order.append((name, module))
@@ -211,10 +224,11 @@ def _undo_half_tied(
 # 2. Agree
 
 
-def _agree(root: nn.Module, candidates: list[_Candidate], runtime: Runtime) -> None:
+def _agree(root: nn.Module, candidates: list[_Candidate], units: list[str], runtime: Runtime) -> None:
     """Everything that follows sends tensors, so the ranks must have the same ones in mind."""
     group = runtime.group(CommGroup.TP_GROUP)
     mine = [f"{c.name or 'the model'} split as {c.registration.cls.__name__}" for c in candidates]
+    mine += [f"{name} split by its plan" for name in units]
     for name, tensor in _tensors(root):
         mine.append(f"{name} of {tuple(tensor.shape)} {tensor.dtype}{' delayed' if delayed.is_delayed(tensor) else ''}")
     answers = runtime.transport.all_gather_object(mine, group, "splitting modules over TP_GROUP")

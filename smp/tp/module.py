@@ -149,6 +149,16 @@ class DistributedModule(nn.Module):
         _describe(param, spec)
 
 
+def cut_parameter(param: nn.Parameter, spec: ShardSpec, group: Group) -> None:
+    """Makes a whole parameter, in place, this rank's part of what tp_rank 0 has. Collective over the group.
+
+    Raises:
+        ValueError: it has another shape than the whole parameter.
+    """
+    _cut(param, spec, group)
+    _describe(param, spec)
+
+
 def _describe(param: nn.Parameter, spec: ShardSpec | None) -> None:
     """Leaves on the parameter what gradients, norms and checkpoints have to know about it."""
     if spec is not None:
