@@ -288,7 +288,7 @@ class DistributedModel(ModelViews):
         self._uneven.before_partition()
         program.on_plain_tensors("partition", self._partition, (None if args is None else (args, kwargs),), {})
         assert self.engine.stages is not None
-        self.engine.stages.begin_step()
+        program.on_plain_tensors("partition", self.engine.stages.begin_step, (), {})
         self._replace_calls()
 
     @log.long_phase("partition")

@@ -31,8 +31,9 @@ IGNORED = -100  # the label of places that have none
 class DistributedTransformerLMHead(DistributedModule):
     """Token ids -> logits, or the loss, of a transformer; as GPT-2 with `pre_layernorm` and `causal_mask_size`.
 
-    The vocabulary is cut over the tensor-parallel ranks, in parts that differ by one where it does not divide; no rank
-    ever holds whole logits for the loss.
+    The vocabulary is cut over the tensor-parallel ranks. Where it does not divide, the last parts are filled up with
+    rows that are never looked up, have no logits, and are in no whole state dict. No rank holds whole logits for the
+    loss.
 
     Args:
         num_layers, num_attention_heads, attention_head_size, hidden_size, intermediate_size, attention_dropout_prob,
@@ -53,7 +54,7 @@ class DistributedTransformerLMHead(DistributedModule):
         options: see `Options`.
 
     Raises:
-        PartitionError: a size does not divide by the tensor-parallel degree, or there are fewer tokens than ranks.
+        PartitionError: a size other than that of the vocabulary does not divide by the tensor-parallel degree.
         UsageError: options that do not fit together.
     """
 
@@ -206,7 +207,7 @@ class WordTable(DistributedModule):
         super().__init__()
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         shape = (num_embeddings, embedding_dim)
-        self.create_parameter("weight", shape, lambda table: nn.init.normal_(table, 0.0, std), dim=0, uneven=True)
+        self.create_parameter("weight", shape, lambda table: nn.init.normal_(table, 0.0, std), dim=0, padded=True)
 
     def forward(self, ids: Tensor, dim: int | None) -> Tensor:
         """[N, S] -> hidden states inside of the region with that `dim`: each rank looks up the rows it has."""
@@ -335,9 +336,9 @@ class VocabularyHead(DistributedModule):
         self.num_classes, self.hidden_size = num_classes, hidden_size
         if std is not None:
             shape, spread = (num_classes, hidden_size), std
-            self.create_parameter("weight", shape, lambda t: nn.init.normal_(t, 0.0, spread), dim=0, uneven=True)
+            self.create_parameter("weight", shape, lambda t: nn.init.normal_(t, 0.0, spread), dim=0, padded=True)
         if bias:
-            self.create_parameter("bias", (num_classes,), nn.init.zeros_, dim=0, uneven=True)
+            self.create_parameter("bias", (num_classes,), nn.init.zeros_, dim=0, padded=True)
         else:
             self.register_parameter("bias", None)
 
@@ -366,24 +367,15 @@ class VocabularyHead(DistributedModule):
         group = region.group
         if group.size == 1:
             return own
-        spec = spec_of(self.weight)
-        assert spec is not None
-        widths = [spec.of_part(part).local_shape[0] for part in range(group.size)]
-        widest = max(widths)
-        if min(widths) < widest:
-            own = F.pad(own, (0, widest - own.shape[-1]))
         whole = gather_slices(own, group, -1) if region.shared else all_to_all(own, group, 0, own.dim() - 1)
-        if min(widths) == widest:
-            return whole
-        parts = [part[..., :width] for part, width in zip(whole.split(widest, -1), widths)]
-        return torch.cat(parts, -1)
+        return whole[..., : self.num_classes]
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, {self.num_classes}, bias={self.bias is not None}"
 
 
 def columns_of(weight: Tensor, num_classes: int) -> Columns:
-    """Which rows of a table, or columns of logits, this rank has."""
+    """Which rows of a table, or columns of logits, this rank has; later ones are padding."""
     spec = spec_of(weight)
     start, stop = spec.ranges[0] if spec is not None else (0, num_classes)
     return Columns(start, stop - start, num_classes)

@@ -55,7 +55,7 @@ class DistributedModule(nn.Module):
         *,
         dim: int | None = None,
         sections: Sequence[int] = (),
-        uneven: bool = False,
+        padded: bool = False,
         requires_grad: bool = True,
     ) -> nn.Parameter:
         """Registers a parameter, this rank's part of a whole one.
@@ -68,7 +68,7 @@ class DistributedModule(nn.Module):
             shape: global shape.
             initialise: sets the values of the whole tensor in place.
             dim: along which dimension it is cut; None: each rank has all of it, and its own batch's gradient for it.
-            sections, uneven: how it is cut, see ShardSpec.
+            sections, padded: how it is cut, see ShardSpec.
             requires_grad: as usual.
 
         Raises:
@@ -78,7 +78,7 @@ class DistributedModule(nn.Module):
         spec = None
         if dim is not None and group.size > 1:
             try:
-                spec = ShardSpec(tuple(shape), dim, group.rank, group.size, tuple(sections), uneven)
+                spec = ShardSpec(tuple(shape), dim, group.rank, group.size, tuple(sections), padded)
             except ValueError as error:
                 raise PartitionError(f"parameter {name} of {type(self).__name__}: {error}") from error
         if delayed.delaying():

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -29,11 +30,12 @@ class ShardSpec:
         num_parts: number of parts, the size of the tensor-parallel group.
         sections: lengths along `dim` of consecutive pieces, each of which is cut into `num_parts` by itself; empty:
             one section, a contiguous cut.
-        uneven: whether parts may differ in length, by one: a vocabulary of 101 over two ranks is 50 and 51.
+        padded: whether the last parts are filled up with zeros where the length does not divide, so that all parts have
+            one shape: a vocabulary of 101 over two ranks is 51 rows, and 50 with one of zeros. The whole tensor has no
+            such rows. With one section only.
 
     Raises:
-        ValueError: the sections do not add up to the dimension, or one does not divide by `num_parts`; with `uneven`,
-            it is shorter than `num_parts`.
+        ValueError: the sections do not add up to the dimension, or one does not divide by `num_parts`.
     """
 
     global_shape: tuple[int, ...]
@@ -41,7 +43,7 @@ class ShardSpec:
     part: int
     num_parts: int
     sections: tuple[int, ...] = ()
-    uneven: bool = False
+    padded: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "global_shape", tuple(self.global_shape))
@@ -55,10 +57,9 @@ class ShardSpec:
         object.__setattr__(self, "sections", sections)
         if sum(sections) != length:
             raise ValueError(f"sections {sections} add up to {sum(sections)}, but dimension {self.dim} has {length}")
-        wrong = [size for size in sections if (size < self.num_parts if self.uneven else size % self.num_parts)]
-        if wrong:
-            problem = f"has no {self.num_parts} parts" if self.uneven else f"does not divide by {self.num_parts}"
-            raise ValueError(f"{wrong[0]} {problem} (dimension {self.dim} of {self})")
+        uneven = [size for size in sections if size % self.num_parts]
+        if uneven and not (self.padded and len(sections) == 1):
+            raise ValueError(f"{uneven[0]} does not divide by {self.num_parts} (dimension {self.dim} of {self})")
 
     def __str__(self) -> str:
         return f"part {self.part} of {self.num_parts} of a tensor of shape {self.global_shape} cut along {self.dim}"
@@ -70,18 +71,19 @@ class ShardSpec:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of this part; all parts have the same unless `uneven`."""
+        """Shape of one part; all parts have the same."""
         shape = list(self.global_shape)
-        shape[self.dim] = sum(stop - start for start, stop in self.ranges)
+        shape[self.dim] = -(-shape[self.dim] // self.num_parts)
         return tuple(shape)
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
         """Start and stop along `dim` of what this part holds of the whole tensor, in the order in which it holds it."""
         starts = accumulate(self.sections, initial=0)
+        lengths = [-(-size // self.num_parts) for size in self.sections]
         return tuple(
-            (start + size * self.part // self.num_parts, start + size * (self.part + 1) // self.num_parts)
-            for start, size in zip(starts, self.sections)
+            (start + min(self.part * length, size), start + min((self.part + 1) * length, size))
+            for start, size, length in zip(starts, self.sections, lengths)
         )
 
     def of_part(self, part: int) -> "ShardSpec":
@@ -99,6 +101,9 @@ class ShardSpec:
         pieces = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
         if len(pieces) > 1:
             return torch.cat(pieces, self.dim)
+        missing = self.local_shape[self.dim] - pieces[0].shape[self.dim]
+        if missing:
+            return F.pad(pieces[0], [0, 0] * (whole.dim() - 1 - self.dim) + [0, missing])
         return pieces[0].clone(memory_format=torch.contiguous_format)
 
     def merge(self, parts: Sequence[Tensor]) -> Tensor:
@@ -109,13 +114,15 @@ class ShardSpec:
         """
         if len(parts) != self.num_parts:
             raise ValueError(f"expected {self.num_parts} parts, got {len(parts)}")
-        cuts = [self.of_part(part) for part in range(self.num_parts)]
-        for part, (cut, tensor) in enumerate(zip(cuts, parts)):
-            if tuple(tensor.shape) != cut.local_shape:
-                raise ValueError(f"expected parts of shape {cut.local_shape}, part {part} has {tuple(tensor.shape)}")
+        for part, tensor in enumerate(parts):
+            if tuple(tensor.shape) != self.local_shape:
+                raise ValueError(f"expected parts of shape {self.local_shape}, part {part} has {tuple(tensor.shape)}")
         if len(self.sections) == 1:
-            return torch.cat(list(parts), self.dim)
-        by_part = [tensor.split([b - a for a, b in cut.ranges], self.dim) for cut, tensor in zip(cuts, parts)]
+            whole = torch.cat(list(parts), self.dim)
+            length = self.global_shape[self.dim]
+            return whole if whole.shape[self.dim] == length else whole.narrow(self.dim, 0, length).contiguous()
+        lengths = [size // self.num_parts for size in self.sections]
+        by_part = [tensor.split(lengths, self.dim) for tensor in parts]
         return torch.cat([piece for section in zip(*by_part) for piece in section], self.dim)
 
 

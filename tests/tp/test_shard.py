@@ -36,16 +36,18 @@ def test_sections_along_another_dimension():
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize(("shape", "dim", "sections"), [((101, 3), 0, ()), ((3, 7), 1, ()), ((17,), 0, (7, 10))])
-def test_uneven_parts_hold_every_row_once(shape, dim, sections, num_parts):
-    """Lengths differ by one at most for each section, nothing is padded, and merging gives the whole back."""
-    whole = torch.randn(shape)
-    specs = [ShardSpec(shape, dim, part, num_parts, sections, uneven=True) for part in range(num_parts)]
+@pytest.mark.parametrize(("shape", "dim"), [((101, 3), 0), ((3, 7), 1), ((2, 5, 2), 1), ((3,), 0)])
+def test_padded_parts_hold_every_row_once_and_zeros(shape, dim, num_parts):
+    """All have one shape; what was added is zero, and gone when the parts are merged."""
+    whole = torch.rand(shape) + 1
+    specs = [ShardSpec(shape, dim, part, num_parts, padded=True) for part in range(num_parts)]
     parts = [spec.split(whole) for spec in specs]
-    assert all(tuple(part.shape) == spec.local_shape for part, spec in zip(parts, specs))
-    lengths = [[stop - start for start, stop in spec.ranges] for spec in specs]
-    assert all(max(section) - min(section) <= 1 and min(section) > 0 for section in zip(*lengths))
-    assert torch.equal(specs[0].merge(parts), whole)
+    assert all(tuple(part.shape) == specs[0].local_shape and part.is_contiguous() for part in parts)
+    rows = [whole.narrow(dim, start, stop - start) for spec in specs for start, stop in spec.ranges]
+    assert torch.equal(torch.cat(rows, dim), whole)
+    assert sum(part.count_nonzero() for part in parts) == whole.numel()
+    merged = specs[0].merge(parts)
+    assert torch.equal(merged, whole) and merged.is_contiguous()
 
 
 def test_part_has_memory_of_its_own():
@@ -61,8 +63,8 @@ def test_what_cannot_be_cut_is_refused():
     """Each wrong cut says what is wrong with it."""
     with pytest.raises(ValueError, match="6 does not divide by 4"):
         ShardSpec((6, 4), 0, 0, 4)
-    with pytest.raises(ValueError, match="3 has no 4 parts"):
-        ShardSpec((3, 4), 0, 0, 4, uneven=True)
+    with pytest.raises(ValueError, match="3 does not divide by 4"):
+        ShardSpec((7, 4), 0, 0, 4, sections=(3, 4), padded=True)
     with pytest.raises(ValueError, match="add up to 5"):
         ShardSpec((6,), 0, 0, 1, sections=(2, 3))
     with pytest.raises(ValueError, match="part 2"):
