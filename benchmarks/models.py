@@ -39,6 +39,19 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
+def blocks(sizes: dict[str, Any]) -> nn.Sequential:
+    """Blocks alone, with the same weights in every process."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(sizes["width"]) for _ in range(sizes["layers"])))
+
+
+def states(sizes: dict[str, Any], batch: int, number: int = 0) -> tuple[Tensor, Tensor]:
+    """Batch number `number` of hidden states, and what should come out: [batch, length, width] each."""
+    generator = torch.Generator().manual_seed(2000 + number)
+    x, target = (torch.randn(batch, sizes["length"], sizes["width"], generator=generator) for _ in range(2))
+    return x, target
+
+
 class GPT(nn.Module):
     """A decoder-only transformer with an untied head."""
 

@@ -7,6 +7,7 @@ import torch
 
 import smp
 from benchmarks import models
+from smp.tp.shard import spec_of
 
 WARM_UP = 3  # steps, run at building
 RATE = 0.05
@@ -33,7 +34,7 @@ def _train(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def _training(model: Any, batches: list[Any]) -> Built:
+def _training(model: Any, batches: list[Any], train: Any = _train) -> Built:
     """Whole training steps: gradients to None, forward and backward, plain SGD."""
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=RATE))
     number = 0
@@ -41,7 +42,7 @@ def _training(model: Any, batches: list[Any]) -> Built:
     def step() -> float:
         nonlocal number
         optimizer.zero_grad()
-        loss = _train(model, *batches[number % len(batches)]).reduce_mean()
+        loss = train(model, *batches[number % len(batches)]).reduce_mean()
         optimizer.step()
         number += 1
         return float(loss)
@@ -65,6 +66,56 @@ def data_parallel(sizes: dict[str, int], batch: int, config: dict[str, Any]) -> 
     smp.init({"ddp": True, **config})
     batches = [models.text(sizes, batch, 2 * i + smp.dp_rank()) for i in range(4)]
     return _training(smp.DistributedModel(models.gpt(sizes)), batches)
+
+
+# Where a block of models.py has what a distributed layer has.
+NAMES = {
+    "attention.pre_layernorm": "norm1",
+    "attention.qkv": "qkv",
+    "attention.dense": "out",
+    "output.pre_layernorm": "norm2",
+    "output.dense1": "up",
+    "output.dense2": "down",
+}
+
+
+@torch.no_grad()
+def _take_weights(transformer: Any, blocks: Any) -> None:
+    """Gives a distributed transformer this rank's part of the blocks' weights."""
+    for layer, block in zip(transformer.seq_layers, blocks, strict=True):
+        for name, parameter in layer.named_parameters():
+            path, _, leaf = name.rpartition(".")
+            whole = block.get_parameter(f"{NAMES[path]}.{leaf}")
+            spec = spec_of(parameter)
+            parameter.copy_(whole if spec is None else spec.split(whole))
+
+
+@smp.step
+def _fit(model: Any, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    loss = (model((x, None))[0] - target).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def tensor_parallel(sizes: dict[str, int], batch: int, config: dict[str, Any]) -> Built:
+    """Blocks of attention and perceptron, split over all processes, which share one batch."""
+    degree = sizes["degree"]
+    smp.init({"tensor_parallel_degree": degree, "ddp": True, "prescaled_batch": True, "optimize": "speed", **config})
+    width = sizes["width"]
+    module = smp.nn.DistributedTransformer(
+        num_layers=sizes["layers"],
+        num_attention_heads=width // 64,
+        attention_head_size=64,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        attention_dropout_prob=0.0,
+        hidden_dropout_prob=0.0,
+        causal_mask_size=sizes["length"],
+        pre_layernorm=True,
+        post_layernorm=False,
+    )
+    _take_weights(module, models.blocks(sizes))
+    return _training(smp.DistributedModel(module), [models.states(sizes, batch, i) for i in range(4)], _fit)
 
 
 @smp.step

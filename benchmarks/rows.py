@@ -7,6 +7,7 @@ from benchmarks.worlds import Side
 
 SMALL_GPT = {"vocabulary": 2048, "length": 128, "width": 256, "layers": 8}
 BIG_HEAD = {**SMALL_GPT, "vocabulary": 16384}
+BLOCKS = {"length": 128, "width": 256, "layers": 4, "degree": 2}
 SLEEP = {"stages": 4, "forward": 0.010, "backward": 0.020}
 SCHEDULES_AT_FOUR = [
     "ScheduleZBVZeroBubble",
@@ -48,6 +49,18 @@ def _gpt(name: str, sizes: dict[str, int], microbatches: int, split: str, config
 def _torch_gpt(schedule: str, sizes: dict[str, int], microbatches: int) -> Side:
     arguments = {"sizes": sizes, "batch": 16, "microbatches": microbatches, "schedule": schedule}
     return Side(schedule, "benchmarks.theirs:pipeline", arguments)
+
+
+def _dtensor(sequence: bool, fused: bool) -> Side:
+    name = "DTensor, sequence parallel" if sequence else "DTensor"
+    arguments = {"sizes": BLOCKS, "batch": 8, "sequence": sequence, "fused": fused}
+    return Side(name, "benchmarks.theirs:tensor_parallel", arguments)
+
+
+def _tensor_parallel(name: str, title: str, limit: float, fused: bool, config: dict[str, Any]) -> Row:
+    ours = Side("ours", "benchmarks.ours:tensor_parallel", {"sizes": BLOCKS, "batch": 8, "config": config}, 2, "mpi")
+    theirs = (_dtensor(False, fused), _dtensor(True, fused))
+    return Row(name, title, limit, ours, theirs, sizes={**BLOCKS, "batch": 8})
 
 
 def rows(config: dict[str, Any]) -> list[Row]:
@@ -110,5 +123,19 @@ def rows(config: dict[str, Any]) -> list[Row]:
             Side("ours", "benchmarks.ours:data_parallel", {"sizes": SMALL_GPT, "batch": 8, "config": config}, 2, "mpi"),
             (Side("DistributedDataParallel", "benchmarks.theirs:data_parallel", {"sizes": SMALL_GPT, "batch": 8}),),
             sizes={**SMALL_GPT, "batch": 8},
+        ),
+        _tensor_parallel(
+            "tp",
+            "attention + MLP blocks, tp 2, against the better of DTensor with and without sequence parallel",
+            0.65,
+            False,
+            config,
+        ),
+        _tensor_parallel(
+            "tp-fused",
+            "the same, where query, key and value were made one linear for DTensor by reordering its rows",
+            1.00,
+            True,
+            config,
         ),
     ]

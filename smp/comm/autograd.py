@@ -10,19 +10,19 @@ equal on all ranks has a gradient that is equal on all ranks; only where each ra
 
 Inside a transformer (tp/region.py) a joined batch that every rank holds whole is a batch that all share.
 
-All are the identity on a group of one. None but gather_linear saves a tensor for backward.
+All are the identity on a group of one. None but gather_linear and copy_in_linear save a tensor for backward.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from smp.comm import collectives
 from smp.groups import Group
+from smp.product import bias_gradient, is_plain, linear, times_transposed, weight_gradient
 
 # ctx of an autograd Function has no useful type.
 
@@ -117,20 +117,37 @@ class _GatherLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.group, ctx.dim = group, dim
         ctx.save_for_backward(x, weight)
-        return F.linear(collectives.all_gather(x, group, dim, checked=checked), weight, bias)
+        return times_transposed(collectives.all_gather(x, group, dim, checked=checked), weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
-        rows = grad.reshape(-1, grad.shape[-1])
-        grad_x = collectives.reduce_scatter(grad @ weight, ctx.group, ctx.dim) if need_x else None
-        grad_weight = None
+        grad_x = grad_weight = None
+        if need_x:
+            grad_x = collectives.reduce_scatter(times_transposed(grad, weight.t()), ctx.group, ctx.dim)
         if need_weight:
-            whole = collectives.all_gather(x, ctx.group, ctx.dim)
-            grad_weight = rows.t() @ whole.reshape(-1, whole.shape[-1])
-        return grad_x, grad_weight, rows.sum(0) if need_bias else None, None, None, None
+            grad_weight = weight_gradient(collectives.all_gather(x, ctx.group, ctx.dim), grad)
+        return grad_x, grad_weight, bias_gradient(grad) if need_bias else None, None, None, None
+
+
+class _CopyInLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
+        ctx.group = group
+        ctx.save_for_backward(x, weight)
+        return times_transposed(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+        finish = collectives.start_all_reduce(times_transposed(grad, weight.t()), ctx.group) if need_x else None
+        grad_weight = weight_gradient(x, grad) if need_weight else None
+        grad_bias = bias_gradient(grad) if need_bias else None
+        return finish() if finish is not None else None, grad_weight, grad_bias, None
 
 
 class _Repeated(torch.autograd.Function):
@@ -244,8 +261,19 @@ def gather_linear(
         with torch.autocast(x.device.type, enabled=False):
             return gather_linear(x.to(dtype), weight.to(dtype), bias, group, dim, checked=checked)
     if group.size == 1:
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias)
     return _GatherLinear.apply(x, weight, bias, group, dim, checked)
+
+
+def copy_in_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
+    """[.., in] equal on every rank, weight [out_k, in], bias [out_k] -> [.., out_k]: F.linear of copy_in of x.
+
+    Forward: own columns. Dual: the gradient of x is partial = all_reduce, while which own gradients of weight and bias
+    are computed. Saves x.
+    """
+    if group.size == 1 or not is_plain(x):
+        return linear(copy_in(x, group), weight, bias)
+    return _CopyInLinear.apply(x, weight, bias, group)
 
 
 def repeated(tensors: Sequence[Tensor], group: Group) -> tuple[Tensor, ...]:

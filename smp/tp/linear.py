@@ -3,11 +3,19 @@
 import math
 from typing import Literal
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smp.comm.autograd import all_to_all, copy_in, gather_batch, gather_slices, own_slice, scatter_sum, sum_out
+from smp.comm.autograd import (
+    all_to_all,
+    copy_in_linear,
+    gather_batch,
+    gather_slices,
+    own_slice,
+    scatter_sum,
+    sum_out,
+)
 from smp.errors import PartitionError
+from smp.product import linear
 from smp.tp.module import DistributedModule
 
 Split = Literal["auto", "out", "in"]
@@ -53,7 +61,7 @@ class DistributedLinear(DistributedModule):
     def forward(self, input: Tensor) -> Tensor:
         """[N, .., in_features] -> [N, .., out_features]."""
         if self.tp_group.size == 1:
-            return F.linear(input, self.weight, self.bias)
+            return linear(input, self.weight, self.bias)
         if input.dim() == 1:
             return self.forward(input.unsqueeze(0)).squeeze(0)
         return self._cut_outputs(input) if self.split == "out" else self._cut_inputs(input)
@@ -61,17 +69,17 @@ class DistributedLinear(DistributedModule):
     def _cut_outputs(self, x: Tensor) -> Tensor:
         group = self.tp_group
         if self.shared_batch:
-            return gather_slices(F.linear(copy_in(x, group), self.weight, self.bias), group, -1)
-        out = F.linear(gather_batch(x, group, checked=self._smp_path or True), self.weight, self.bias)
+            return gather_slices(copy_in_linear(x, self.weight, self.bias, group), group, -1)
+        out = linear(gather_batch(x, group, checked=self._smp_path or True), self.weight, self.bias)
         return all_to_all(out, group, 0, out.dim() - 1)
 
     def _cut_inputs(self, x: Tensor) -> Tensor:
         group = self.tp_group
         if self.shared_batch:
-            out = sum_out(F.linear(own_slice(x, group, -1), self.weight), group)
+            out = sum_out(linear(own_slice(x, group, -1), self.weight), group)
         else:
             out = scatter_sum(
-                F.linear(all_to_all(x, group, x.dim() - 1, 0, checked=self._smp_path or True), self.weight), group
+                linear(all_to_all(x, group, x.dim() - 1, 0, checked=self._smp_path or True), self.weight), group
             )
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
