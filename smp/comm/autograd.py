@@ -255,7 +255,7 @@ def gather_linear(
     reduce_scatter; for the weight's gradient x is gathered again. Saves own part of x. `checked`: as in
     collectives.all_gather.
     """
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
         bias = None if bias is None else bias.to(dtype)
         with torch.autocast(x.device.type, enabled=False):

@@ -1,6 +1,7 @@
 """DistributedAttentionLayer: heads split over the tensor-parallel group."""
 
 import math
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -281,7 +282,7 @@ class DistributedAttentionLayer(Block):
     def _attend(self, region: Region, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """q [rows, heads, S, d], k, v [rows, own key-value heads, Sk, d] -> [rows, heads, S, d]."""
         if self.options.attention_in_fp32 and q.dtype != torch.float64:
-            with torch.autocast(q.device.type, enabled=False):
+            with nullcontext() if q.is_meta else torch.autocast(q.device.type, enabled=False):
                 return self._attend_in(region, q.float(), k.float(), v.float(), mask).to(v.dtype)
         return self._attend_in(region, q, k, v, mask)
 

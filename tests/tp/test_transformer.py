@@ -1,7 +1,10 @@
 """Distributed transformer layers against a layer on whole weights: outputs, gradients of inputs and parameters."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import smp
 from smp import runtime
@@ -275,4 +278,62 @@ def test_layer_follows_its_twin_under_autocast_and_in_half_precision(prescaled, 
         for got, expected in [(out, want), (x.grad, theirs.grad)]:
             assert float((got.double() - expected).norm() / expected.norm()) < 40 * 2.0**-9
         assert all(param.grad is not None and param.grad.dtype == dtype for param in layer.parameters())
+    runtime.reset()
+
+
+@pytest.mark.parametrize("optimize", ["speed", "memory"])
+@on_ranks(2)
+def test_shapes_without_data_come_out_right(optimize):
+    """Other stages and the tracer run a layer on fake tensors: on one rank alone, nothing is sent."""
+    for prescaled in (False, True):
+        setup(2, prescaled, optimize)
+        options = {**SIZES, **LAYERS["causal"], "rotary_dim": 4, "use_alibi": True, "attention_in_fp32": True}
+        with smp.delay_param_initialization():
+            module = smp.nn.DistributedTransformer(2, **options)
+        if smp.tp_rank() == 0:
+            for mode, device in ((FakeTensorMode(allow_non_fake_inputs=True), "cpu"), (nullcontext(), "meta")):
+                with mode:
+                    x = torch.empty(N, S, 16, device=device, requires_grad=True)
+                    real = module if device == "meta" else smp.nn.DistributedTransformerLayer(**options)
+                    out = real((x, torch.zeros(N, 1, 1, S, device=device)))[0]
+                    assert out.shape == x.shape
+                    out.sum().backward()
+                    assert x.grad.shape == x.shape
+    runtime.reset()
+
+
+@on_ranks(4)
+def test_delayed_parameters_have_the_same_values_on_every_degree():
+    """Of the whole model, though no rank has had it at any time."""
+    made = []
+    for tp in (1, 2, 4):
+        setup(tp, False, "memory")
+        torch.manual_seed(5)
+        with smp.delay_param_initialization():
+            module = smp.nn.DistributedTransformer(2, **SIZES, **LAYERS["llama"])
+        assert all(param.is_meta for param in module.parameters())
+        made.append(whole_weights(smp.DistributedModel(module).module))
+    for weights in made[1:]:
+        assert all(torch.equal(weight, made[0][name]) for name, weight in weights.items())
+    runtime.reset()
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@on_tp()
+def test_state_dict_holds_whole_tensors(tp):
+    """The parts of fused matrices go to their sections."""
+    setup(tp, False, "memory")
+    module = smp.nn.DistributedTransformer(2, **SIZES, **LAYERS["llama"])
+    weights = whole_weights(module)
+    model = smp.DistributedModel(module)
+    state = model.state_dict()
+    assert set(state) == set(weights)
+    for name, weight in weights.items():
+        assert torch.equal(state[name], weight)
+    with torch.no_grad():
+        for param in module.parameters():
+            param.zero_()
+    model.load_state_dict({**state, "_smp_is_partial": False})
+    for name, weight in whole_weights(module).items():
+        assert torch.equal(state[name], weight)
     runtime.reset()
