@@ -135,6 +135,7 @@ def find_units(root: nn.Module, num_parts: int, claimed: Callable[[nn.Module], b
             except PartitionError as why:
                 found.whole[unit.name] = str(why)
         _settle_rest(layers, found, reach)
+        found.settled |= {id(part) for part in base.modules() if isinstance(part, nn.LayerNorm) and id(part) in reach}
     return found
 
 

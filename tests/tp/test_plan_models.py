@@ -36,6 +36,7 @@ def model(family: str, config_class: str = "", **options: Any) -> Callable[[], n
 
     def build() -> nn.Module:
         config = getattr(transformers, config_class or f"{family}Config")(**{**SIZES, **options})
+        config._experts_implementation = "eager"  # the kernel that newer versions prefer knows no float64
         return getattr(transformers, f"{family}ForCausalLM")(config)
 
     return build
@@ -72,33 +73,34 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 @contextmanager
 def all_in_float64() -> Iterator[None]:
     """These models compute norms, routers and softmaxes in float32, in which 1e-9 cannot be compared."""
-    to, to_float, softmax = Tensor.to, Tensor.float, F.softmax
+    to, to_float, softmax, zeros = Tensor.to, Tensor.float, F.softmax, torch.zeros
 
-    def wide_to(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        def wide(value: Any) -> Any:
-            return torch.float64 if value is torch.float32 else value
+    def wide(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*args: Any, **kwargs: Any) -> Tensor:
+            if function is softmax:
+                kwargs.pop("dtype", None)
+            widened = {name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()}
+            return function(*(torch.float64 if value is torch.float32 else value for value in args), **widened)
 
-        return to(tensor, *map(wide, args), **{name: wide(value) for name, value in kwargs.items()})
+        return call
 
-    def wide_softmax(*args: Any, **kwargs: Any) -> Tensor:
-        return softmax(*args, **{name: value for name, value in kwargs.items() if name != "dtype"})
-
-    Tensor.to, Tensor.float, F.softmax = wide_to, Tensor.double, wide_softmax
+    Tensor.to, Tensor.float, F.softmax, torch.zeros = wide(to), Tensor.double, wide(softmax), wide(zeros)
     try:
         yield
     finally:
-        Tensor.to, Tensor.float, F.softmax = to, to_float, softmax
+        Tensor.to, Tensor.float, F.softmax, torch.zeros = to, to_float, softmax, zeros
 
 
 MANY_HEADS = {
     "mixtral-many-heads": model("Mixtral", num_key_value_heads=4),
     "phi3-many-heads": model("Phi3", num_key_value_heads=4),
 }
+PLACES = [("model.embed_tokens", 0), ("model.layers.0", 0), ("model.layers.1", 0.5), ("lm_head", 0.5)]
 
 
 def case(name: str) -> Case:
     build = MANY_HEADS[name] if name in MANY_HEADS else MODELS[name]
-    return Case(build, text, [("model.layers.0", 0), ("model.layers.1", 0.5), ("lm_head", 0.5)], loss_of)
+    return Case(build, text, PLACES, loss_of)
 
 
 def marked(module: nn.Module) -> None:
