@@ -4,8 +4,10 @@
     mpirun -np 4 python examples/train_gpt.py --tensor 2 --pipeline 2          # four: 2 x 2
     mpirun -np 4 python examples/train_gpt.py --tensor 2 --pipeline 2 --resume # goes on where the last run stopped
 
-The model and the loop are plain PyTorch; what `smp` adds is marked by the name. The text is Python's standard library
-as found on this machine, or what `--data` names. Every combination of degrees trains on the same batches.
+The model and the loop are plain PyTorch; what `smp` adds is marked by the name. With `--tensor` the model is replaced
+as a whole by the language model of `smp.nn`, which starts with its weights and sends less than layers that are split
+one by one. The text is Python's standard library as found on this machine, or what `--data` names. Every combination
+of degrees trains the same model on the same batches.
 """
 
 import argparse
@@ -48,6 +50,35 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
+class SplitGPT(smp.nn.DistributedTransformerLMHead):
+    """What GPT is with tensor parallelism. It takes over the Parameter objects of the GPT in whose place it comes."""
+
+    NAMES = {
+        **{"tokens": "word_embedding", "positions": "position_embedding", "norm": "layernorm", "head": "lm_head"},
+        **{"blocks": "transformer.seq_layers", "norm1": "attention.pre_layernorm", "norm2": "output.pre_layernorm"},
+        **{"qkv": "attention.qkv", "out": "attention.dense", "up": "output.dense1", "down": "output.dense2"},
+    }
+
+    def carry_over(self, module: nn.Module) -> None:
+        for name, parameter in module.named_parameters():
+            self.adopt(".".join(self.NAMES.get(part, part) for part in name.split(".")), parameter)
+
+
+def split_gpt_arguments(layers: int, width: int, heads: int, context: int) -> tuple[tuple[()], dict[str, Any]]:
+    """From the arguments of GPT to those of SplitGPT."""
+    sizes = {"num_layers": layers, "num_attention_heads": heads, "attention_head_size": width // heads}
+    sizes |= {"hidden_size": width, "intermediate_size": 4 * width, "vocab_size": VOCABULARY, "num_positions": context}
+    no_dropout = {"attention_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+    kind = {"causal_mask_size": context, "pre_layernorm": True, "post_layernorm": False}
+    return (), {**sizes, **no_dropout, **kind, "tie_word_embeddings": False, "shift_labels": False}
+
+
+def split_gpt_inputs(text: Tensor, target: Tensor | None = None) -> tuple[tuple[Any], dict[str, Any]]:
+    """From what GPT is called with to what SplitGPT is: ids, mask, token types, positions, labels."""
+    return ((text, None, None, None, target),), {}
+
+
+@smp.tp_register(SplitGPT, init_hook=split_gpt_arguments, forward_hook=split_gpt_inputs)
 class GPT(nn.Module):
     """A decoder-only transformer over bytes."""
 
@@ -64,12 +95,13 @@ class GPT(nn.Module):
             for linear in block.out, block.down:
                 nn.init.normal_(linear.weight, std=(2 * layers * linear.in_features) ** -0.5)
 
-    def forward(self, text: Tensor) -> Tensor:
-        """Bytes [batch, length] -> logits of each next byte [batch, length, 256]."""
+    def forward(self, text: Tensor, target: Tensor | None = None) -> Tensor:
+        """Bytes [batch, length] -> logits of each next byte [batch, length, 256]; with these as `target`, the loss."""
         x = self.tokens(text) + self.positions(torch.arange(text.shape[1], device=text.device))
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        logits = self.head(self.norm(x))
+        return logits if target is None else F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 class Text:
@@ -114,14 +146,14 @@ def find_text(data: Path | None) -> tuple[list[Path], list[Path]]:
 
 @smp.step
 def train_step(model: nn.Module, text: Tensor, target: Tensor) -> Tensor:
-    loss = F.cross_entropy(model(text).flatten(0, 1), target.flatten())
+    loss = model(text, target)
     model.backward(loss)
     return loss
 
 
 @smp.step
 def validation_step(model: nn.Module, text: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(model(text).flatten(0, 1), target.flatten())
+    return model(text, target)
 
 
 @smp.step(microbatches=1)
@@ -214,7 +246,8 @@ def show_partition(model: Any, optimizer: Any = None) -> None:
     """Prints which modules, and how many parameters, each rank holds."""
     parts: dict[str, int] = {}
     for name, parameter in model.local_named_parameters():
-        module = ".".join(name.split(".")[: 2 if name.startswith("blocks.") else 1])
+        levels = name.split(".")
+        module = ".".join(levels[: next((i + 1 for i, level in enumerate(levels) if level.isdigit()), 1)])
         parts[module] = parts.get(module, 0) + parameter.numel()
     rows = smp.allgather((smp.pp_rank(), smp.tp_rank(), smp.rdp_rank(), parts), smp.WORLD)
     if smp.rank() == 0:

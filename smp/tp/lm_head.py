@@ -50,6 +50,9 @@ class DistributedTransformerLMHead(DistributedModule):
         final_layernorm: whether there is a norm behind the layers; None: with `pre_layernorm`.
         embedding_layernorm: whether there is one behind the embeddings, as in BERT.
         embedding_dropout_prob: of the embeddings; None: `hidden_dropout_prob`.
+        shift_labels: whether a place's target is the label of the next place, so that `labels=input_ids` trains a
+            causal language model as in transformers; False: the label of the place itself. None: with
+            `causal_mask_size`.
         logits_with_loss: with labels (loss, logits) is returned. Gathers the logits.
         options: see `Options`.
 
@@ -85,12 +88,14 @@ class DistributedTransformerLMHead(DistributedModule):
         final_layernorm: bool | None = None,
         embedding_layernorm: bool = False,
         embedding_dropout_prob: float | None = None,
+        shift_labels: bool | None = None,
         logits_with_loss: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
         self.add_cross_attention, self.add_lm_head = add_cross_attention, add_lm_head
-        self.causal_mask_size, self.logits_with_loss = causal_mask_size, logits_with_loss
+        self.shift_labels = causal_mask_size is not None if shift_labels is None else shift_labels
+        self.logits_with_loss = logits_with_loss
         self.tie_word_embeddings = tie_word_embeddings and add_lm_head
         known = Options.of({**options, "layer_idx": 0, "attention_window": None}, type(self).__name__)
         self.uses_positions = bool(known.rotary_dim)
@@ -135,9 +140,7 @@ class DistributedTransformerLMHead(DistributedModule):
             inputs: int64 ids and labels [N, S], position_ids also [1, S]; all but input_ids may be None.
                 attention_mask [N, S]: 0 or False where there is nothing to be seen; one of four dimensions is taken as
                 a layer takes it. With cross attention cross_states [N, Sk, H] and cross_mask [N, Sk] come before the
-                labels. Labels are those of the same place where there is no causal mask (a masked language model). With
-                `causal_mask_size` they are shifted, as in transformers: each place predicts the label of the next one,
-                so `labels=input_ids` is what a causal language model wants. Places with label -100 do not count.
+                labels. Labels are shifted where `shift_labels` says so; places with label -100 do not count.
 
         Raises:
             StepError: `inputs` is not such a tuple, or has what this model has no table for.
@@ -159,8 +162,7 @@ class DistributedTransformerLMHead(DistributedModule):
             hidden = self.layernorm(hidden, region.dim)
         if not self.add_lm_head:
             return region.leave(hidden)
-        shifted = self.causal_mask_size is not None
-        return self.lm_head(hidden, labels, region.dim, shifted, self.logits_with_loss)
+        return self.lm_head(hidden, labels, region.dim, self.shift_labels, self.logits_with_loss)
 
     def _embedded(self, ids: Tensor, token_types: Tensor | None, positions: Tensor | None, dim: int | None) -> Tensor:
         """[N, S] -> hidden states inside of the region."""

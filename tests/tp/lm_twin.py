@@ -127,7 +127,7 @@ class TwinLMHead(nn.Module):
         logits = self.lm_head(x)
         if labels is None:
             return logits
-        if self.o["causal_mask_size"] is not None:
+        if self.o.get("shift_labels", self.o["causal_mask_size"] is not None):
             return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 

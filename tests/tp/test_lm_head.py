@@ -121,7 +121,7 @@ def test_logits_of_the_own_batch_equal_those_of_its_twin(tp, prescaled, optimize
 @on_tp()
 def test_other_inputs_are_taken_as_its_twin_takes_them(tp, prescaled, optimize):
     """No mask; positions by row, for all rows, in reverse; a sequence that does not divide; loss and logits together;
-    no head; evaluation without gradients."""
+    no head; labels shifted the other way; evaluation without gradients."""
     options = {**GPT2, "num_token_types": 2}
     twin = twin_of(options)
     module = distributed(twin)
@@ -139,6 +139,9 @@ def test_other_inputs_are_taken_as_its_twin_takes_them(tp, prescaled, optimize):
     close(logits, twin((*own(parts)[:-1], None)), "logits beside the loss")
     with torch.no_grad():
         close(module.eval()(own(parts)), loss, "loss in evaluation")
+    for shift_labels, name in [(False, "gpt2"), (True, "post-norm")]:
+        unusual = twin_of({**MODELS[name], "shift_labels": shift_labels})
+        close(distributed(unusual)(own(parts)), unusual(own(parts)), "loss of labels that are shifted the other way")
     headless = twin_of({**options, "add_lm_head": False})
     parts = [(*part[:-1], None) for part in parts]
     close(distributed(headless)(own(parts)), headless(own(parts)), "hidden states")
