@@ -84,7 +84,8 @@ def global_norm(
     whole = [grad for param, grad in entries if _shard(param) is None]
     weighted = [(_norm(rt, whole, norm_type), 1.0 if rt.tp_rank == 0 else 0.0)]
     for num_parts in sorted({_shard(param).num_parts for param, _ in entries if _shard(param) is not None}):
-        parts = [grad for param, grad in entries if (spec := _shard(param)) is not None and spec.num_parts == num_parts]
+        cut = [(_shard(param), grad) for param, grad in entries if _shard(param) is not None]
+        parts = [spec.without_padding(grad) for spec, grad in cut if spec.num_parts == num_parts]
         # A parameter cut into fewer parts than there are tp ranks (key/value heads) lies on several of them.
         weighted.append((_norm(rt, parts, norm_type), num_parts / rt.tp_size))
     if math.isinf(norm_type):

@@ -125,6 +125,11 @@ class ShardSpec:
         by_part = [tensor.split(lengths, self.dim) for tensor in parts]
         return torch.cat([piece for section in zip(*by_part) for piece in section], self.dim)
 
+    def without_padding(self, part: Tensor) -> Tensor:
+        """[local_shape] -> the places of it that are of the whole tensor, a view."""
+        length = sum(stop - start for start, stop in self.ranges)
+        return part if length == part.shape[self.dim] else part.narrow(self.dim, 0, length)
+
 
 def spec_of(tensor: Tensor) -> ShardSpec | None:
     """The ShardSpec of a parameter; None when it is whole."""

@@ -114,6 +114,27 @@ def train(model: Any, batch: dict[str, Any]) -> Tensor:
     return loss
 
 
+@MODES
+@on_ranks(4)
+def test_tied_head_on_another_stage_is_one_weight(optimize):
+    """a2-2, a5-3: after three steps both copies are equal, and the norm of gradients that are all one counts every
+    logical element once: neither the copy, nor rows that are no words, nor whole parameters on each rank."""
+    runtime.reset()
+    setup = Setup(pp=2, tp=2, dtype=torch.float64, steps=3, config={"optimize": optimize})
+    case, twin = cases(GPT2)
+    _, model = smp_run(case, setup)
+    body = model.module.body
+    assert model.holders("body.word_embedding.weight") == (0, 1)
+    copies = smp.allgather(body.word_embedding.weight.detach(), smp.PP_GROUP)
+    assert torch.equal(*copies)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    logical = sum(parameter.numel() for parameter in twin.build().parameters())
+    assert float(smp.clip_grad_norm_(model.parameters(), 1e9)) ** 2 == pytest.approx(logical, rel=1e-12)
+    assert float(smp.clip_grad_norm_(model.parameters(), 1e9, float("inf"))) == 1.0
+    runtime.reset()
+
+
 @pytest.mark.parametrize("options", [GPT2, UNTIED], ids=["tied", "untied"])
 @on_ranks(4)
 def test_state_dicts_have_no_padded_rows_and_move_between_degrees(options, tmp_path):

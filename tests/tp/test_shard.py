@@ -46,6 +46,7 @@ def test_padded_parts_hold_every_row_once_and_zeros(shape, dim, num_parts):
     rows = [whole.narrow(dim, start, stop - start) for spec in specs for start, stop in spec.ranges]
     assert torch.equal(torch.cat(rows, dim), whole)
     assert sum(part.count_nonzero() for part in parts) == whole.numel()
+    assert all(torch.equal(spec.without_padding(part), row) for spec, part, row in zip(specs, parts, rows))
     merged = specs[0].merge(parts)
     assert torch.equal(merged, whole) and merged.is_contiguous()
 
