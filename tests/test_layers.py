@@ -12,7 +12,7 @@ LAYERS = """
     bootstrap failures groups cpu_trainer
     comm.transport comm.mpi comm.gloo comm.pairs
     runtime state_mod
-    rng nested product
+    rng nested
     comm
     offload activation
     tp

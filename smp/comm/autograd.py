@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from smp.comm import collectives
 from smp.groups import Group
-from smp.product import bias_gradient, is_plain, linear, times_transposed, weight_gradient
 
 # ctx of an autograd Function has no useful type.
 
@@ -110,6 +110,13 @@ class _GatherSlices(torch.autograd.Function):
         return grad.chunk(ctx.group.size, ctx.dim)[ctx.group.rank].contiguous(), None, None, None
 
 
+_linear = F.linear
+
+
+def _weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
+    return grad.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
 class _GatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -117,7 +124,7 @@ class _GatherLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.group, ctx.dim = group, dim
         ctx.save_for_backward(x, weight)
-        return times_transposed(collectives.all_gather(x, group, dim, checked=checked), weight, bias)
+        return F.linear(collectives.all_gather(x, group, dim, checked=checked), weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -126,10 +133,10 @@ class _GatherLinear(torch.autograd.Function):
         need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
         grad_x = grad_weight = None
         if need_x:
-            grad_x = collectives.reduce_scatter(times_transposed(grad, weight.t()), ctx.group, ctx.dim)
+            grad_x = collectives.reduce_scatter(grad @ weight, ctx.group, ctx.dim)
         if need_weight:
-            grad_weight = weight_gradient(collectives.all_gather(x, ctx.group, ctx.dim), grad)
-        return grad_x, grad_weight, bias_gradient(grad) if need_bias else None, None, None, None
+            grad_weight = _weight_gradient(collectives.all_gather(x, ctx.group, ctx.dim), grad)
+        return grad_x, grad_weight, grad.flatten(0, -2).sum(0) if need_bias else None, None, None, None
 
 
 class _CopyInLinear(torch.autograd.Function):
@@ -137,16 +144,16 @@ class _CopyInLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
         ctx.group = group
         ctx.save_for_backward(x, weight)
-        return times_transposed(x, weight, bias)
+        return F.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
-        finish = collectives.start_all_reduce(times_transposed(grad, weight.t()), ctx.group) if need_x else None
-        grad_weight = weight_gradient(x, grad) if need_weight else None
-        grad_bias = bias_gradient(grad) if need_bias else None
+        finish = collectives.start_all_reduce(grad @ weight, ctx.group) if need_x else None
+        grad_weight = _weight_gradient(x, grad) if need_weight else None
+        grad_bias = grad.flatten(0, -2).sum(0) if need_bias else None
         return finish() if finish is not None else None, grad_weight, grad_bias, None
 
 
@@ -261,7 +268,7 @@ def gather_linear(
         with torch.autocast(x.device.type, enabled=False):
             return gather_linear(x.to(dtype), weight.to(dtype), bias, group, dim, checked=checked)
     if group.size == 1:
-        return linear(x, weight, bias)
+        return F.linear(x, weight, bias)
     return _GatherLinear.apply(x, weight, bias, group, dim, checked)
 
 
@@ -271,8 +278,8 @@ def copy_in_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group)
     Forward: own columns. Dual: the gradient of x is partial = all_reduce, while which own gradients of weight and bias
     are computed. Saves x.
     """
-    if group.size == 1 or not is_plain(x):
-        return linear(copy_in(x, group), weight, bias)
+    if group.size == 1 or F.linear is not _linear or torch.is_autocast_enabled(x.device.type):
+        return F.linear(copy_in(x, group), weight, bias)  # something stands in for it: weights are put off
     return _CopyInLinear.apply(x, weight, bias, group)
 
 

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smp.errors import PartitionError, StepError, UsageError
-from smp.product import linear
 from smp.tp.module import DistributedModule
 from smp.tp.options import Options, check_norms
 from smp.tp.positions import alibi, alibi_slopes, angles, rotated, score_mask, visible
@@ -277,7 +276,7 @@ class DistributedAttentionLayer(Block):
             cos, sin = angles(states.positions, q, self.options.rotary_dim, self.options.rotary_base)
             q, k = (rotated(t, cos, sin, self.options.rotary_interleaved) for t in (q, k))
         context = self._attend(region, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
-        return linear(context.transpose(1, 2).flatten(-2), self.dense.weight)
+        return F.linear(context.transpose(1, 2).flatten(-2), self.dense.weight)
 
     def _attend(self, region: Region, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """q [rows, heads, S, d], k, v [rows, own key-value heads, Sk, d] -> [rows, heads, S, d]."""

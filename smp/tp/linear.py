@@ -3,6 +3,7 @@
 import math
 from typing import Literal
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smp.comm.autograd import (
@@ -15,7 +16,6 @@ from smp.comm.autograd import (
     sum_out,
 )
 from smp.errors import PartitionError
-from smp.product import linear
 from smp.tp.module import DistributedModule
 
 Split = Literal["auto", "out", "in"]
@@ -61,7 +61,7 @@ class DistributedLinear(DistributedModule):
     def forward(self, input: Tensor) -> Tensor:
         """[N, .., in_features] -> [N, .., out_features]."""
         if self.tp_group.size == 1:
-            return linear(input, self.weight, self.bias)
+            return F.linear(input, self.weight, self.bias)
         if input.dim() == 1:
             return self.forward(input.unsqueeze(0)).squeeze(0)
         return self._cut_outputs(input) if self.split == "out" else self._cut_inputs(input)
@@ -70,16 +70,16 @@ class DistributedLinear(DistributedModule):
         group = self.tp_group
         if self.shared_batch:
             return gather_slices(copy_in_linear(x, self.weight, self.bias, group), group, -1)
-        out = linear(gather_batch(x, group, checked=self._smp_path or True), self.weight, self.bias)
+        out = F.linear(gather_batch(x, group, checked=self._smp_path or True), self.weight, self.bias)
         return all_to_all(out, group, 0, out.dim() - 1)
 
     def _cut_inputs(self, x: Tensor) -> Tensor:
         group = self.tp_group
         if self.shared_batch:
-            out = sum_out(linear(own_slice(x, group, -1), self.weight), group)
+            out = sum_out(F.linear(own_slice(x, group, -1), self.weight), group)
         else:
             out = scatter_sum(
-                linear(all_to_all(x, group, x.dim() - 1, 0, checked=self._smp_path or True), self.weight), group
+                F.linear(all_to_all(x, group, x.dim() - 1, 0, checked=self._smp_path or True), self.weight), group
             )
         return out if self.bias is None else out + self.bias.to(out.dtype)
 

@@ -43,7 +43,6 @@ from smp.comm.autograd import (
 )
 from smp.errors import StepError
 from smp.groups import Group
-from smp.product import linear
 from smp.tp.module import DistributedModule
 
 
@@ -126,14 +125,14 @@ class Region:
         if self.dim is not None:
             checked = not self.shared and self.checked
             return gather_linear(x, weight, bias, self.group, self.dim, checked=checked)
-        return linear(x, weight, bias) if copied else copy_in_linear(x, weight, bias, self.group)
+        return F.linear(x, weight, bias) if copied else copy_in_linear(x, weight, bias, self.group)
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Own rows of a matrix: [rows, S, in_k], weight [H, in_k] -> inside [.., H], the sum over the ranks, + bias.
 
         `bias` [H] is whole, out of `whole`.
         """
-        return self.total(linear(x, weight), bias)
+        return self.total(F.linear(x, weight), bias)
 
     def total(self, partial: Tensor, bias: Tensor | None) -> Tensor:
         """The sum over the ranks of what `row` multiplied: [rows, S, H] -> inside [.., H].

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smp.errors import UsageError
-from smp.product import linear
 from smp.tp.attention import Beside, Block, DistributedAttentionLayer, Matrix, add
 from smp.tp.module import DistributedModule
 from smp.tp.options import Options
@@ -90,8 +89,8 @@ class DistributedTransformerOutputLayer(Block):
         up = region.column(x, self.dense1.weight, self.dense1.bias, copied=copied)
         if self.options.gated_mlp:
             gate, up = up.chunk(2, -1)
-            return linear(act(gate) * up, self.dense2.weight)
-        return linear(act(up), self.dense2.weight)
+            return F.linear(act(gate) * up, self.dense2.weight)
+        return F.linear(act(up), self.dense2.weight)
 
     def extra_repr(self) -> str:
         sizes = f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}"
