@@ -11,7 +11,7 @@ import sys
 import time
 from typing import Any
 
-from benchmarks.rows import SMALL_GPT
+from benchmarks.rows import BLOCKS, SMALL_GPT
 from benchmarks.worlds import ROOT, Side, worlds
 
 IMPORTS = 5  # of each kind, in turn
@@ -42,6 +42,15 @@ def memory(config: dict[str, Any]) -> dict[str, Any]:
     ratios = [stage["peak"] / stage["arithmetic"] for stage in stages]
     title = "peak live tensor bytes of a stage, against parameters + gradients + states + activations in flight"
     return result("memory", title, max(ratios), 1.15, "times", stages=stages, sizes={**SMALL_GPT, "batch": 16})
+
+
+def sent(config: dict[str, Any]) -> dict[str, Any]:
+    """What the blocks of the row `tp` send, against the least that their scheme needs."""
+    arguments = {"sizes": BLOCKS, "batch": 8, "config": config}
+    ranks = _answers(Side("sent", "benchmarks.measured:sent", arguments, BLOCKS["degree"], "mpi"))
+    title = "bytes sent by attention + MLP blocks, tp 2, against 2 all-reduces forward + 2 backward per layer and step"
+    ratio = max(rank["sent"] / rank["minimum"] for rank in ranks)
+    return result("sent", title, ratio, 1.0, "times", stages=ranks, sizes={**BLOCKS, "batch": 8})
 
 
 def overhead(config: dict[str, Any]) -> dict[str, Any]:
@@ -99,6 +108,7 @@ def planning(config: dict[str, Any]) -> dict[str, Any]:
 
 FIGURES = {
     "memory": memory,
+    "sent": sent,
     "overhead": overhead,
     "partition": partition,
     "planning": planning,

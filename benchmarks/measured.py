@@ -2,15 +2,18 @@
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import torch
 
 import smp
 from benchmarks import models
 from benchmarks.live_bytes import LiveBytes
-from benchmarks.ours import _split_by_hand, _train
+from benchmarks.ours import _split_by_hand, _train, tensor_parallel
 from smp import runtime
+from smp.comm import collectives
 
 Built = tuple[Callable[[], Any], dict[str, Any]]
 MANY_STEPS = 30
@@ -112,6 +115,33 @@ def overhead(sizes: dict[str, int], microbatches: int, config: dict[str, Any]) -
         "waiting": sum(waiting) / per,
         "wall": wall,
     }
+
+
+def sent(sizes: dict[str, int], batch: int, config: dict[str, Any]) -> Built:
+    """Bytes that this rank's tensor-parallel collectives send in one step, and in two all-reduces forward and two
+    backward in each layer: of n bytes, a ring of p ranks sends 2 n (p - 1) / p."""
+    step, _ = tensor_parallel(sizes, batch, config)
+    size = sizes["degree"]
+    shares = {"start_all_reduce": 2 / size, "all_gather": 1.0, "reduce_scatter": 1 / size, "all_to_all": 1 / size}
+    total = 0.0
+
+    def counting(name: str) -> Callable[..., Any]:
+        plain = getattr(collectives, name)
+
+        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            nonlocal total
+            total += tensor.nbytes * shares[name] * (size - 1)
+            return plain(tensor, *args, **kwargs)
+
+        return call
+
+    with ExitStack() as patched:
+        for name in shares:
+            patched.enter_context(mock.patch.object(collectives, name, counting(name)))
+        step()
+    hidden = 4 * batch * sizes["length"] * sizes["width"]
+    minimum = sizes["layers"] * 4 * 2 * hidden * (size - 1) / size
+    return step, {"stage": smp.tp_rank(), "sent": total, "minimum": minimum}
 
 
 def _timed_waits() -> list[float]:
