@@ -12,7 +12,7 @@ import smp
 from smp import runtime
 from smp.tp.transformer import DistributedTransformer, DistributedTransformerLayer
 from tests.harness import on_ranks
-from tests.parity.compare import Setup, check, sgd, smp_run
+from tests.parity.compare import Setup, assert_close, check, sgd, smp_run
 from tests.parity.zoo import VOCABULARY, Case, tokens
 from tests.tp.transformer_twin import Twin
 
@@ -191,3 +191,60 @@ def test_two_parts_train_as_one_process_over_process_groups():
     """Without MPI."""
     for each in setups(tp=2, microbatches=2):
         check(CASE, each, sgd, split_transformer)
+
+
+class Halves(nn.Module):
+    """Distributed layers whose halves lie on different stages."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.transformer = DistributedTransformer(2, **{**ARGUMENTS, **options})
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.transformer((x, mask))[0].square().mean()
+
+
+@pytest.mark.parametrize("options", [{}, {"parallel_attention": True}, {"hidden_dropout_prob": 0.5}])
+@on_ranks(4, timeout=120)
+def test_a_boundary_inside_of_a_layer_changes_nothing(options):
+    """What the layer does between its halves runs on every stage, and its messages go over the owner's ranks."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        for mode, shared in MODES:
+            losses = []
+            for pp in (1, 2):
+                runtime.reset()
+                smp.init(Setup(tp=2, pp=pp, microbatches=2, prescaled=shared, config={"optimize": mode}).smp_config())
+                torch.manual_seed(3)
+                module = Halves(**options)
+                for index in range(2):
+                    smp.set_partition(module.transformer.seq_layers[index].output, pp - 1)
+                losses.append(train(smp.DistributedModel(module)))
+            # The second replica of the run without stages draws other masks.
+            steps = 3 if "hidden_dropout_prob" not in options else 1 if smp.rank() < 2 else 0
+            assert_close(losses[1][:steps], losses[0][:steps], 1e-9, f"losses, {mode}, prescaled {shared}")
+    finally:
+        torch.set_default_dtype(torch.float32)
+        runtime.reset()
+
+
+def train(model: Any) -> Tensor:
+    """The losses of three steps on this tensor-parallel rank's batch."""
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    part = 0 if smp.state.cfg.prescaled_batch else smp.tp_rank()
+    torch.manual_seed(4)
+
+    @smp.step
+    def step(x: Tensor, mask: Tensor) -> Tensor:
+        loss = model(x, mask)
+        model.backward(loss)
+        return loss
+
+    losses = []
+    for number in range(3):
+        generator = torch.Generator().manual_seed(10 * number + part)
+        x = torch.randn(4, LENGTH, H, generator=generator)
+        optimizer.zero_grad()
+        losses.append(step(x, torch.zeros(4, 1, 1, LENGTH)).stack().detach())
+        optimizer.step()
+    return torch.stack(losses)
