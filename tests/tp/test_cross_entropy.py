@@ -11,6 +11,7 @@ import smp
 from smp import runtime
 from smp.comm import collectives
 from smp.nn import vocabulary_parallel_cross_entropy
+from smp.tp import cross_entropy
 from tests.harness import on_ranks
 from tests.tp.twins import config, tp_group
 
@@ -176,6 +177,21 @@ def test_wrong_arguments_are_refused_by_every_rank(tp, prescaled):
         *given, options = arguments
         with pytest.raises(smp.SmpError, match=message):
             vocabulary_parallel_cross_entropy(*given, **options)
+
+
+@pytest.mark.parametrize("tp", [2])
+@pytest.mark.parametrize("prescaled", [False, True])
+@on_tp()
+def test_rows_are_worked_on_in_chunks(tp, prescaled):
+    """Of one row and of three, the last chunk being smaller."""
+    usual = cross_entropy._CHUNK
+    try:
+        for chunk in (1, 3 * VOCABULARY):
+            cross_entropy._CHUNK = chunk
+            for dtype, tolerance in [(torch.float64, 1e-9), (torch.bfloat16, 2.0**-8)]:
+                assert_equals_torch(batches((2, 5), VOCABULARY), tolerance, dtype, label_smoothing=0.1)
+    finally:
+        cross_entropy._CHUNK = usual
 
 
 @pytest.mark.parametrize("tp", [2])

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import smp
 from smp import runtime
@@ -152,7 +153,16 @@ def test_other_inputs_are_taken_as_its_twin_takes_them(tp, prescaled, optimize):
 @pytest.mark.parametrize("tp", [2])
 @on_tp()
 def test_float32_and_bf16_follow_their_twin(tp, prescaled, optimize):
-    """float32 at what users may expect; bf16 within a few of its roundings (2^-8), the loss being float32."""
+    """float32 at what users may expect; bf16, also under autocast, within a few of its roundings (2^-8), the loss being
+    float32."""
+    twin = twin_of(GPT2, dtype=torch.float32)
+    module = distributed(twin)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = module(own(batches(GPT2)))
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert all(param.grad.dtype == torch.float32 for param in module.parameters())
+    close(loss, twin(own(batches(GPT2))), "loss under autocast", 8 * 2.0**-8)
     for dtype, tolerance in [(torch.float32, 1e-5), (torch.bfloat16, 8 * 2.0**-8)]:
         twin = twin_of(GPT2, dtype=dtype)
         loss = distributed(twin)(own(batches(GPT2)))
@@ -271,6 +281,38 @@ def test_wrong_inputs_are_refused_by_name(tp, prescaled, optimize):
         crossed((ids, mask, None, None, None, None, labels))
     with pytest.raises(smp.SmpError, match="tie_word_embedings"):
         DistributedTransformerLMHead(**GPT2, tie_word_embedings=False)
+
+
+class Shapes(TorchDispatchMode):
+    """The shapes of all tensors that operations make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = result if isinstance(result, tuple | list) else [result]
+        self.seen |= {tuple(tensor.shape) for tensor in made if isinstance(tensor, Tensor)}
+        return result
+
+
+@pytest.mark.parametrize("optimize", ["speed", "memory"])
+@pytest.mark.parametrize("prescaled", [False, True], ids=["joined", "prescaled"])
+@pytest.mark.parametrize("tp", [2])
+@on_tp()
+def test_no_rank_ever_has_whole_logits(tp, prescaled, optimize):
+    """From ids to the gradients: nothing that any operation makes has the vocabulary as a dimension."""
+    options = {**GPT2, "vocab_size": 1001, "lm_head_bias": True}
+    module = DistributedTransformerLMHead(**options)
+    batch = own(batches(options))
+    with Shapes() as shapes:
+        module(batch).backward()
+    assert any(shape[-1:] == (501,) for shape in shapes.seen)
+    assert max(max(shape, default=0) for shape in shapes.seen) < 1001
+    with Shapes() as shapes:
+        module((*batch[:-1], None))
+    assert any(shape[-1:] == (1001,) for shape in shapes.seen)
 
 
 @pytest.mark.parametrize("launcher", ["torchrun"])
