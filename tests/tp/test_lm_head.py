@@ -14,6 +14,8 @@ from smp.nn import DistributedTransformerLMHead
 from smp.tp.shard import spec_of
 from tests.harness import on_ranks
 from tests.tp.lm_twin import GPT2, SIZES, distributed, gathered, text, twin_of
+from tests.tp.transformer_twin import Twin as LayerTwin
+from tests.tp.transformer_twin import assert_equals_twin, setup
 from tests.tp.twins import config, local, tp_group
 
 POST = {**SIZES, "causal_mask_size": None}
@@ -281,6 +283,50 @@ def test_wrong_inputs_are_refused_by_name(tp, prescaled, optimize):
         crossed((ids, mask, None, None, None, None, labels))
     with pytest.raises(smp.SmpError, match="tie_word_embedings"):
         DistributedTransformerLMHead(**GPT2, tie_word_embedings=False)
+
+
+WITHOUT_TABLES: dict[str, dict[str, Any]] = {
+    "llama": {
+        **{"rotary_dim": 4, "num_key_value_heads": 4, "norm": "rms", "gated_mlp": True, "activation": "silu"},
+        **{"use_qkv_bias": False, "use_attention_dense_bias": False, "use_mlp_bias": False},
+    },
+    "gptj": {"rotary_dim": 2, "rotary_interleaved": True, "parallel_attention": True, "single_pre_layernorm": True},
+    "bloom": {"use_alibi": True, "embedding_layernorm": True, "attention_window": [3, None]},
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_TABLES)
+@pytest.mark.parametrize("optimize", ["speed", "memory"])
+@pytest.mark.parametrize("prescaled", [False, True], ids=["joined", "prescaled"])
+@pytest.mark.parametrize("tp", [2])
+@on_ranks(2)
+def test_models_without_a_table_of_positions_equal_their_twin(tp, prescaled, optimize, name):
+    """Positions that are not 0, 1, 2, .. reach the layers; options of layers, one window for each."""
+    setup(tp, prescaled, optimize)
+    extra = WITHOUT_TABLES[name]
+    options = {**GPT2, "attention_head_size": 4, "num_positions": 0, "tie_word_embeddings": False, **extra}
+
+    def twin(w: dict[str, Tensor], inputs: tuple[Any, ...]) -> Tensor:
+        ids, positions = inputs
+        norms = LayerTwin(w, **options)
+        x = w["word_embedding.weight"][ids]
+        x = norms.norm(x, "embedding_layernorm") if options.get("embedding_layernorm") else x
+        for index in range(2):
+            window = options["attention_window"][index] if "attention_window" in options else None
+            layer = LayerTwin(w, **{**options, "attention_window": window, "layer_idx": index})
+            x = layer.layer(x, None, f"transformer.seq_layers.{index}.", ids=positions)
+        return norms.norm(x, "layernorm") @ w["lm_head.weight"].t()
+
+    def inputs(generator: torch.Generator) -> tuple[Any, ...]:
+        return torch.randint(13, (2, 4), generator=generator), torch.randint(8, (2, 4), generator=generator)
+
+    assert_equals_twin(
+        lambda: DistributedTransformerLMHead(**options),
+        inputs,
+        lambda module, x: module((x[0], None, None, x[1], None)),
+        twin,
+    )
+    runtime.reset()
 
 
 class Shapes(TorchDispatchMode):
