@@ -293,11 +293,30 @@ class DistributedAttentionLayer(Block):
             )
         bias, is_causal = self._score_mask(q, k, mask, causal)
         p = self.attention_dropout_prob if self.training else 0.0
+        if not self.options.flash_attention:
+            return self._attend_plainly(region, q, k, v, bias, is_causal, p)
         options: dict[str, Any] = {"is_causal": is_causal, "scale": self.scale, "enable_gqa": k.shape[1] != q.shape[1]}
         if p == 0.0:
             return F.scaled_dot_product_attention(q, k, v, bias, **options)
         with region.drawing(q, equal=False):
             return F.scaled_dot_product_attention(q, k, v, bias, p, **options)
+
+    def _attend_plainly(
+        self, region: Region, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, p: float
+    ) -> Tensor:
+        """What the fused kernel computes, by definition. Where an additive mask hides every key, its gradient is right
+        too: torch's kernel for the CPU then weighs each key with 1 in backward."""
+        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+        scores = q @ k.transpose(-1, -2) * self.scale
+        if is_causal:
+            bias = visible(q.shape[2], k.shape[2], None, q.device)
+        if bias is not None:
+            scores = scores.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else scores + bias
+        weights = scores.softmax(-1)
+        if p > 0.0:
+            with region.drawing(q, equal=False):
+                weights = F.dropout(weights, p)
+        return weights @ v
 
     def _score_mask(self, q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor | None, bool]:
         """What is added to scores, and whether the kernel's own causal mask is enough."""

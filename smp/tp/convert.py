@@ -98,6 +98,7 @@ def convert(module: nn.Module, runtime: Runtime) -> nn.Module:
         twin, moves = twins[candidate.name]
         _carry(candidate, twin, moves)
         _finish(candidate, twin)
+        _adapt_surroundings(module, candidate, twin)
         for parent, child in candidate.places:
             originals.append((parent, child, candidate.module))
             parent._modules[child] = twin
@@ -360,6 +361,15 @@ def _finish(candidate: _Candidate, twin: DistributedModule) -> None:
             translate = partial(_hooked, registration.forward_hook, "forward_hook", registration.cls)
         twin.__dict__[FORWARD_HOOKS] = translate, registration.return_hook
         twin.__dict__["forward"] = twin.hooked_forward  # a bound method: copies of the module call their own
+
+
+def _adapt_surroundings(root: nn.Module, candidate: _Candidate, twin: DistributedModule) -> None:
+    replacement = candidate.registration.replacement
+    if replacement is not None and replacement.around is not None:
+        chain = [root] if candidate.name else []
+        for name in candidate.name.split(".")[:-1]:
+            chain.append(chain[-1].get_submodule(name))
+        replacement.around(twin, chain)
 
 
 def _avoid_fused_encoder_layers(root: nn.Module) -> None:

@@ -37,6 +37,8 @@ _DECLARED_IN = {
     "transformers.models.roberta.modeling_roberta": "smp.nn.huggingface.roberta",
     "transformers.models.vit.modeling_vit": "smp.nn.huggingface.vit",
     "transformers.models.t5.modeling_t5": "smp.nn.huggingface.t5",
+    "transformers.models.mt5.modeling_mt5": "smp.nn.huggingface.t5",
+    "transformers.models.umt5.modeling_umt5": "smp.nn.huggingface.t5",
 }
 
 
@@ -179,6 +181,7 @@ class Replacement:
         config: reads the configuration from an instance.
         forward_hook, return_hook: as for `smp.tp_register`.
         attributes: what scripts read from an instance and should find on the twin.
+        around: (twin, modules around it, the model first); adapts those to the twin.
     """
 
     cls: str
@@ -190,6 +193,7 @@ class Replacement:
     forward_hook: Callable[..., Any] | None = None
     return_hook: Callable[[Any], Any] | None = None
     attributes: tuple[str, ...] = ()
+    around: Callable[[Any, Sequence[nn.Module]], None] | None = None
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,8 @@ class Options:
         zero_init: the matrices that write to the residual start at zero, so that a layer starts as the identity.
         query_key_layer_scaling: accepted; it divides scores by the layer's number and multiplies them back, which
             matters only to kernels that hold scores in half precision.
-        fused_softmax, fused_bias_gelu, fused_dropout, flash_attention, distribute_embedding: accepted; attention
-            always goes through torch's fused kernel where it has one.
+        flash_attention: whether attention goes through torch's fused kernel; False: by its definition.
+        fused_softmax, fused_bias_gelu, fused_dropout, distribute_embedding: accepted.
 
     Raises:
         UsageError: a value that makes no sense.

@@ -1,0 +1,169 @@
+"""BERT: every layer becomes a DistributedTransformerLayer, the rest of the model stays as it is.
+
+RoBERTa's layers are the same under another name, see roberta.py.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smp.errors import PartitionError, StepError
+from smp.nn.huggingface.arguments import activation_of, refuse, refuse_filled_cache
+from smp.tp.families import FUSED_KV, FUSED_QKV, Arguments, Family, Place, Replacement, Rule, weight_and_bias
+from smp.tp.region import States
+from smp.tp.transformer import DistributedTransformerLayer
+
+
+class DistributedBertLayer(DistributedTransformerLayer):
+    """A DistributedTransformerLayer with the arguments and results of BertLayer.
+
+    Args:
+        causal_without_mask: where there is no mask, places do not see later ones.
+        sizes: arguments of DistributedTransformerLayer.
+    """
+
+    def __init__(self, causal_without_mask: bool = False, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.causal_without_mask = causal_without_mask
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        head_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        output_attentions: bool = False,
+        cache_position: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Hidden states [N, S, H], masks [N, 1, S or 1, K], additive or bool (True: seen) -> (hidden states,).
+
+        Raises:
+            StepError: a head mask, a cache with something in it, attention probabilities that are asked for, or an
+                encoder's states without cross attention.
+        """
+        refuse(head_mask=head_mask, output_attentions=output_attentions)
+        refuse_filled_cache(self, past_key_values)
+        if encoder_hidden_states is not None and not self.add_cross_attention:
+            raise StepError("encoder_hidden_states: the layers were made without config.add_cross_attention")
+        length = hidden_states.shape[1]
+        if attention_mask is None and self.causal_without_mask and length > 1:
+            seen = torch.ones(1, 1, length, length, dtype=torch.bool, device=hidden_states.device)
+            attention_mask = seen.tril()
+        inputs: tuple[Tensor | None, ...] = (hidden_states, attention_mask)
+        if self.add_cross_attention:
+            inputs = hidden_states, encoder_hidden_states, attention_mask, encoder_attention_mask
+        return (super().forward(inputs)[0],)
+
+    def inside(self, states: States) -> States:
+        """Without an encoder's states there is no cross attention."""
+        if not self.add_cross_attention or states.cross is not None:
+            return super().inside(states)
+        states = states._replace(hidden=self.attention(states))
+        return states._replace(hidden=self.output(states))
+
+
+def layer_arguments(layer: Any) -> Arguments:
+    """From an instance of BertLayer or RobertaLayer to the arguments of DistributedBertLayer.
+
+    Raises:
+        PartitionError: something that the twin does not know.
+    """
+    attention, cross = layer.attention, getattr(layer, "crossattention", None)
+    inner, dense = attention.self, layer.intermediate.dense
+    if inner.position_embedding_type != "absolute":
+        raise PartitionError(f"position_embedding_type {inner.position_embedding_type!r} is not known, only 'absolute'")
+    if layer.chunk_size_feed_forward:
+        raise PartitionError(f"chunk_size_feed_forward {layer.chunk_size_feed_forward} is not known, only 0")
+    if attention.pruned_heads or (cross is not None and cross.pruned_heads):
+        raise PartitionError("heads of its attention were pruned")
+    fused = hasattr(inner, "dropout_prob")  # on torch's kernel, which then has a causal mask of its own
+    return (), {
+        "causal_without_mask": fused and layer.is_decoder,
+        "flash_attention": fused,
+        "num_attention_heads": inner.num_attention_heads,
+        "attention_head_size": inner.attention_head_size,
+        "hidden_size": dense.in_features,
+        "intermediate_size": dense.out_features,
+        "attention_dropout_prob": inner.dropout_prob if fused else inner.dropout.p,
+        "hidden_dropout_prob": layer.output.dropout.p,
+        "activation": activation_of(layer.intermediate.intermediate_act_fn, "hidden_act"),
+        "layernorm_epsilon": layer.output.LayerNorm.eps,
+        "add_cross_attention": cross is not None,
+        "pre_layernorm": False,
+        "post_layernorm": True,
+    }
+
+
+def always_pass_masks(layer: Any, around: Sequence[Any]) -> None:
+    """Where batches are joined, a model must not leave out a mask that hides nothing in its own batch: another rank's
+    batch may have something to hide, and masks are joined. On their way for plain attention models pass them always."""
+    if layer.tp_group.size > 1 and not layer.shared_batch:
+        for module in around:
+            if getattr(module, "attn_implementation", None) == "sdpa":
+                module.attn_implementation = "eager"
+
+
+def fused(theirs: str, pieces: tuple[str, ...], ours: str) -> tuple[Rule, ...]:
+    """Rules for linears inside of `theirs` that become one, one below the other."""
+    layout = FUSED_QKV if len(pieces) == 3 else FUSED_KV
+    return tuple(
+        Rule(tuple(f"{theirs}.{piece}.{leaf}" for piece in pieces), f"{ours}.{leaf}", layout)
+        for leaf in ("weight", "bias")
+    )
+
+
+RULES = (
+    *fused("attention.self", ("query", "key", "value"), "attention.qkv"),
+    *weight_and_bias("attention.output.dense", "attention.dense"),
+    *weight_and_bias("attention.output.LayerNorm", "attention.layernorm"),
+    *weight_and_bias("crossattention.self.query", "cross_attention.query"),
+    *fused("crossattention.self", ("key", "value"), "cross_attention.key_value"),
+    *weight_and_bias("crossattention.output.dense", "cross_attention.dense"),
+    *weight_and_bias("crossattention.output.LayerNorm", "cross_attention.layernorm"),
+    *weight_and_bias("intermediate.dense", "output.dense1"),
+    *weight_and_bias("output.dense", "output.dense2"),
+    *weight_and_bias("output.LayerNorm", "output.layernorm"),
+)
+MODULES = (
+    ("attention", "attention"),
+    ("crossattention", "cross_attention"),
+)
+
+
+def family_of(name: str, path: str, cls: str, model_types: tuple[str, ...]) -> Family:
+    """BERT, or what differs from it in names only.
+
+    Args:
+        name: of the family, and of the encoder in its models.
+        path: module of transformers.
+        cls: class of a layer there.
+        model_types: see Family.
+    """
+    layers = "encoder.layer.{n}."
+    prefixes = (f"{name}.{layers}", layers, f"encoder.{layers}", f"decoder.{name}.{layers}", "layer.{n}.")
+    return Family(
+        name=name,
+        model_types=model_types,
+        replaced=(
+            Replacement(
+                cls=f"{path}.{cls}",
+                twin=DistributedBertLayer,
+                arguments=layer_arguments,
+                rules=RULES,
+                modules=MODULES,
+                config=lambda layer: None,
+                around=always_pass_masks,
+            ),
+        ),
+        places=tuple(Place(prefix, prefix, RULES) for prefix in prefixes),
+    )
+
+
+FAMILY = family_of("bert", "transformers.models.bert.modeling_bert", "BertLayer", ("bert",))
+translate_hf_state_dict_to_smdistributed = FAMILY.hf_to_smp
+translate_hf_state_dict_to_smdistributed_bert = FAMILY.hf_to_smp
+translate_state_dict_to_hf_bert = FAMILY.smp_to_hf
