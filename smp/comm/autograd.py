@@ -278,7 +278,7 @@ def copy_in_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group)
     Forward: own columns. Dual: the gradient of x is partial = all_reduce, while which own gradients of weight and bias
     are computed. Saves x.
     """
-    if group.size == 1 or F.linear is not _linear or torch.is_autocast_enabled(x.device.type):
+    if group.size == 1 or F.linear is not _linear or x.is_meta or torch.is_autocast_enabled(x.device.type):
         return F.linear(copy_in(x, group), weight, bias)  # something stands in for it: weights are put off
     return _CopyInLinear.apply(x, weight, bias, group)
 

@@ -72,22 +72,19 @@ def run_twin(w, options, x, mask, ids=None):
     return twin.around(x, "", lambda t: twin.attention(t, mask, ids=ids))
 
 
-@pytest.mark.parametrize("causal", [None, 16])
-@pytest.mark.parametrize("kind", MASKS)
 @grid
 @on_tp()
-def test_masks_of_every_shape_reach_all_heads(tp, prescaled, optimize, kind, causal):
-    """Values and gradients: of one row for all, of every pair of places, of every head."""
-    if tp == 4 and (causal or kind in ("none", "padding")):
-        pytest.skip("seen on two ranks")
-    setup(tp, prescaled, optimize)
-    options = {**SIZES, "causal_mask_size": causal}
-    assert_equals_twin(
-        lambda: smp.nn.DistributedAttentionLayer(**options, **ATTENTION_ONLY),
-        lambda g: (hidden(g), make_mask(kind, g, 4)),
-        lambda module, x: module(x),
-        lambda w, x: run_twin(w, options, *x),
-    )
+def test_masks_of_every_shape_reach_all_heads(tp, prescaled, optimize):
+    """Values and gradients: of one row for all, of every pair of places, of every head; under the causal mask too."""
+    for kind, causal in [(kind, causal) for kind in MASKS for causal in (None, 16)]:
+        setup(tp, prescaled, optimize)
+        options = {**SIZES, "causal_mask_size": causal}
+        assert_equals_twin(
+            lambda options=options: smp.nn.DistributedAttentionLayer(**options, **ATTENTION_ONLY),
+            lambda g, kind=kind: (hidden(g), make_mask(kind, g, 4)),
+            lambda module, x: module(x),
+            lambda w, x, options=options: run_twin(w, options, *x),
+        )
     runtime.reset()
 
 

@@ -10,6 +10,7 @@ import torch
 import smp
 from smp import runtime
 from smp.comm import collectives
+from smp.tp.shard import spec_of
 from tests.harness import on_ranks
 from tests.tp.transformer_twin import setup
 from tests.tp.twins import tp_group
@@ -134,4 +135,28 @@ def test_memory_mode_keeps_a_part_of_every_activation(prescaled):
     for tp in (2, 4):
         assert kept_bytes(tp, prescaled, "memory") == pytest.approx(one / tp, rel=0.01)
         assert kept_bytes(tp, prescaled, "speed") > 1.2 * one / tp
+    runtime.reset()
+
+
+@pytest.mark.parametrize("optimize", ["speed", "memory"])
+@on_ranks(4)
+def test_whole_parameters_cannot_drift_apart(optimize):
+    """PITFALLS a1-2: every rank computes their gradients, a little differently, and all still hold the same weights."""
+    for prescaled in (False, True):
+        setup(2, prescaled, optimize)
+        model = smp.DistributedModel(smp.nn.DistributedTransformer(1, **SIZES, **NO_DROPOUT, **PRE))
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        noise = torch.Generator().manual_seed(smp.rank())
+        for param in model.parameters():
+            param.register_hook(lambda grad, noise=noise: grad + 1e-6 * torch.randn(grad.shape, generator=noise))
+        for step in range(20):
+            part = smp.rdp_rank() if prescaled else smp.rank()
+            x = torch.randn(N, S, H, generator=torch.Generator().manual_seed(100 * step + part))
+            optimizer.zero_grad()
+            model((x, None))[0].square().mean().backward()
+            optimizer.step()
+        for name, param in model.local_named_parameters():
+            kind = smp.CommGroup.DP_GROUP if spec_of(param) is None else smp.CommGroup.RDP_GROUP
+            for other in collectives.all_gather(param.detach().unsqueeze(0), runtime.get().group(kind)):
+                assert torch.equal(other, param), name
     runtime.reset()

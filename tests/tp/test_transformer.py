@@ -35,11 +35,18 @@ LAYERS = {
 }
 
 
+# One rank knows no modes; two see each of them, and four the ones that differ in everything.
+GRID = [
+    (1, False, "speed"),
+    *((2, prescaled, optimize) for prescaled in (False, True) for optimize in ("speed", "memory")),
+    *((4, False, "speed"), (4, True, "memory")),
+]
+
+
 def grid(test):
     """Every degree, kind of batch and way to communicate."""
-    test = pytest.mark.parametrize("optimize", ["speed", "memory"])(test)
-    test = pytest.mark.parametrize("prescaled", [False, True], ids=["joined", "prescaled"])(test)
-    return pytest.mark.parametrize("tp", [1, 2, 4])(test)
+    names = [f"{tp}-{'prescaled' if prescaled else 'joined'}-{optimize}" for tp, prescaled, optimize in GRID]
+    return pytest.mark.parametrize(("tp", "prescaled", "optimize"), GRID, ids=names)(test)
 
 
 def on_tp(**options):
