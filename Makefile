@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install demo test test-slow bench lint clean
+.PHONY: install demo test test-slow test-hf5 bench lint clean
 
 install: $(VENV)/.installed
 
@@ -24,6 +24,19 @@ test: install
 test-slow: install
 	$(BIN)/python -m pytest -m "slow and not gpu" tests
 
+# The Hugging Face tests with the newest transformers, in an environment of its own.
+HF5 := .venv-hf5
+HF_TESTS := tests/tp/test_plan.py tests/tp/test_plan_models.py tests/tp/test_hf.py tests/parity/test_hf.py \
+	tests/examples/test_finetune_hf.py
+
+test-hf5: $(HF5)/.installed
+	$(HF5)/bin/python -m pytest -m "not slow and not gpu" $(HF_TESTS)
+
+$(HF5)/.installed: setup.py constraints-hf5.txt
+	test -x $(HF5)/bin/python || $(PYTHON) -m venv $(HF5)
+	$(HF5)/bin/python -m pip install --quiet -c constraints-hf5.txt -e '.[mpi,test]'
+	touch $@
+
 # Speed and memory against what a user would pick instead; one row with `make bench ROW=1f1b`. See benchmarks/run.py.
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.run $(if $(ROW),--row $(ROW)) $(if $(REPEATS),--repeats $(REPEATS)) \
@@ -38,4 +51,4 @@ lint: install
 	$(BIN)/python -m mypy
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache runs
+	rm -rf $(VENV) $(HF5) build *.egg-info .pytest_cache .mypy_cache .ruff_cache runs

@@ -9,7 +9,7 @@ HERE = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"', (HERE / "smp" / "__init__.py").read_text(), re.MULTILINE)
 assert VERSION is not None
 
-HF = ["transformers>=4.57,<5", "accelerate>=1.11"]
+HF = ["transformers>=4.57,<6", "accelerate>=1.11"]
 
 setup(
     name="smp-runtime",

@@ -23,6 +23,7 @@ from smp.errors import PartitionError
 from smp.pp.cost import ZERO, Costs, ModuleCost, parameter_bytes
 from smp.pp.split import Placement, Sequel, balanced, stage_of_chunk
 from smp.pp.tree import ancestors, has_parameters, is_inside, join
+from smp.tp.module import DistributedModule
 from smp.tp.registry import used_parameters
 
 _CREATED = "_smp_created_on_stage"  # set by `partition`
@@ -274,7 +275,8 @@ def units_of(
     known = set(holders)
     together: list[Iterable[str]] = [[name] for name in holders]
     together += [[name for name in group if name in known] for group in sharing_groups(root, replicable)]
-    for outer in costs.whole if costs is not None else ():
+    whole = [name for name, module in modules.items() if isinstance(module, DistributedModule) and module.on_one_stage]
+    for outer in [*whole, *(costs.whole if costs is not None else ())]:
         together.append([name for name in holders if is_inside(name, outer)])
     pins = {name: _inherited_pin(name, modules) for name in holders}
     together += _with_what_runs_next(holders, modules, pins, costs)

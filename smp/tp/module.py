@@ -31,6 +31,7 @@ class DistributedModule(nn.Module):
         UsageError: `smp.init` has not been called.
     """
 
+    on_one_stage = False  # whether the automatic partition has to keep its children together
     _smp_path = ""  # the module's name in the model, where it has replaced another one
 
     def __init__(self) -> None:

@@ -192,6 +192,7 @@ def _draw_alike() -> None:
 class PlannedUnit(Planned):
     """An attention, an MLP or a mixture of experts: joins what it is given, runs its own forward, hands back."""
 
+    on_one_stage = True  # what it sends is meant for ranks that hold values, not for glue code
     _smp_experts: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
