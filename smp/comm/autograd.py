@@ -10,10 +10,11 @@ equal on all ranks has a gradient that is equal on all ranks; only where each ra
 
 Inside a transformer (tp/region.py) a joined batch that every rank holds whole is a batch that all share.
 
-All are the identity on a group of one. None but gather_linear and copy_in_linear save a tensor for backward.
+All are the identity on a group of one. None but those with a linear in them save a tensor for backward.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -139,6 +140,27 @@ class _GatherLinear(torch.autograd.Function):
         return grad_x, grad_weight, grad.flatten(0, -2).sum(0) if need_bias else None, None, None, None
 
 
+class _GatheredLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, whole: Tensor, part: Tensor, weight: Tensor, bias: Tensor | None, group: Group, dim: int
+    ) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        ctx.save_for_backward(part, weight)
+        return F.linear(whole, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        part, weight = ctx.saved_tensors
+        need_whole, _, need_weight, need_bias, *_ = ctx.needs_input_grad
+        grad_weight = None
+        if need_weight:
+            grad_weight = _weight_gradient(collectives.all_gather(part, ctx.group, ctx.dim), grad)
+        grad_bias = grad.flatten(0, -2).sum(0) if need_bias else None
+        return grad @ weight if need_whole else None, None, grad_weight, grad_bias, None, None
+
+
 class _CopyInLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
@@ -262,14 +284,34 @@ def gather_linear(
     reduce_scatter; for the weight's gradient x is gathered again. Saves own part of x. `checked`: as in
     collectives.all_gather.
     """
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(x.device.type)
-        bias = None if bias is None else bias.to(dtype)
-        with torch.autocast(x.device.type, enabled=False):
-            return gather_linear(x.to(dtype), weight.to(dtype), bias, group, dim, checked=checked)
     if group.size == 1:
         return F.linear(x, weight, bias)
-    return _GatherLinear.apply(x, weight, bias, group, dim, checked)
+    with _cast_for_linear(x, weight, bias) as (x, weight, bias):
+        return _GatherLinear.apply(x, weight, bias, group, dim, checked)
+
+
+def gathered_linear(whole: Tensor, part: Tensor, weight: Tensor, bias: Tensor | None, group: Group, dim: int) -> Tensor:
+    """What gather_batch made of own `part`, [.., size * n, .., in], weight [out_k, in], bias [out_k] -> F.linear of it,
+    for several that share one gather_batch.
+
+    Backward: `part` is gathered again for the weight's gradient. Saves `part`, to which no gradient flows.
+    """
+    if group.size == 1:
+        return F.linear(whole, weight, bias)
+    with _cast_for_linear(whole, weight, bias) as (whole, weight, bias):
+        return _GatheredLinear.apply(whole, part.detach().to(whole.dtype), weight, bias, group, dim)
+
+
+@contextmanager
+def _cast_for_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """What autocast does to the operands of F.linear; off inside, since it would reach forward but not backward."""
+    if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+        yield x, weight, bias
+        return
+    dtype = torch.get_autocast_dtype(x.device.type)
+    x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        yield x, weight, bias
 
 
 def copy_in_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:

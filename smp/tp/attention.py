@@ -12,7 +12,7 @@ from smp.errors import PartitionError, StepError, UsageError
 from smp.tp.module import DistributedModule
 from smp.tp.options import Options, check_norms
 from smp.tp.positions import alibi, alibi_slopes, angles, rotated, score_mask, visible
-from smp.tp.region import Region, States, open_region
+from smp.tp.region import Region, Spread, States, open_region
 
 
 class Norm(nn.LayerNorm):
@@ -63,13 +63,13 @@ class Beside(NamedTuple):
     Attributes:
         out: its change of the residual, or, not `is_total`, this rank's part of it: [rows, S, H].
         bias: what is to be added to the sum of the parts.
-        normed: its normalised input, for the other block; out of Region.copied.
+        normed: its normalised input, for the other block.
         is_total: whether `out` is summed over the ranks.
     """
 
     out: Tensor
     bias: Tensor | None
-    normed: Tensor
+    normed: Spread
     is_total: bool
 
 
@@ -136,9 +136,8 @@ class Block(DistributedModule):
         """The matrix that writes to the residual."""
         raise NotImplementedError
 
-    def partial(self, region: Region, x: Tensor, states: States, copied: bool = False) -> Tensor:
-        """The normalised input -> this rank's part of the second matrix's product: inside [.., H] -> [rows, S, H].
-        `copied`: see Region.column."""
+    def partial(self, region: Region, x: Tensor | Spread, states: States) -> Tensor:
+        """The normalised input -> this rank's part of the second matrix's product: inside [.., H] -> [rows, S, H]."""
         raise NotImplementedError
 
     def inside(self, states: States) -> Tensor:
@@ -152,15 +151,15 @@ class Block(DistributedModule):
         out = add(x, region.dropout(total, self.hidden_dropout_prob, self.training), self.options)
         return out if self.layernorm is None else self.layernorm(out, weight, shift)
 
-    def beside(self, states: States, normed: Tensor | None) -> Beside:
+    def beside(self, states: States, normed: Spread | None) -> Beside:
         """The block beside another one that reads the same input; the layer adds up. `normed`: that input, if it is
         normalised already."""
         region = Region.inside(self, states.dim)
         weight, shift, bias = region.whole(*parameters_of(self.pre_layernorm), self.second.bias)
         if normed is None:
             x = states.hidden if self.pre_layernorm is None else self.pre_layernorm(states.hidden, weight, shift)
-            normed = region.copied(x)
-        partial = self.partial(region, normed, states, copied=True)
+            normed = region.spread(x)
+        partial = self.partial(region, normed, states)
         if not self.training or self.hidden_dropout_prob == 0.0:
             return Beside(partial, bias, normed, False)
         out = region.dropout(region.total(partial, bias), self.hidden_dropout_prob, self.training)
@@ -258,17 +257,17 @@ class DistributedAttentionLayer(Block):
     def second(self) -> Matrix:
         return self.dense
 
-    def partial(self, region: Region, x: Tensor, states: States, copied: bool = False) -> Tensor:
+    def partial(self, region: Region, x: Tensor | Spread, states: States) -> Tensor:
         d = self.attention_head_size
         if self.cross_attention:
             assert states.cross is not None
             other = Region.inside(self, states.cross_dim)
-            q = region.column(x, self.query.weight, self.query.bias, copied=copied)
+            q = region.column(x, self.query.weight, self.query.bias)
             k, v = other.column(states.cross, self.key_value.weight, self.key_value.bias).chunk(2, -1)
             mask = states.cross_mask
         else:
             kv = self.num_key_value_heads * d // self.tp_group.size
-            together = region.column(x, self.qkv.weight, self.qkv.bias, copied=copied)
+            together = region.column(x, self.qkv.weight, self.qkv.bias)
             q, k, v = together.split([together.shape[-1] - 2 * kv, kv, kv], -1)
             mask = states.mask
         q, k, v = (t.unflatten(-1, (-1, d)) for t in (q, k, v))

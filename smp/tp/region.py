@@ -36,6 +36,7 @@ from smp.comm.autograd import (
     gather_batch,
     gather_linear,
     gather_slices,
+    gathered_linear,
     own_slice,
     repeated,
     scatter_sum,
@@ -44,6 +45,18 @@ from smp.comm.autograd import (
 from smp.errors import StepError
 from smp.groups import Group
 from smp.tp.module import DistributedModule
+
+
+class Spread(NamedTuple):
+    """Hidden states on every rank, out of `Region.spread`.
+
+    Attributes:
+        whole: of all rows and places.
+        part: own part of them, where hidden states lie in parts.
+    """
+
+    whole: Tensor
+    part: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -112,20 +125,25 @@ class Region:
             return own_slice(x, self.group, 0) if self.dim is None else x
         return x if self.dim is None else gather_slices(x, self.group, self.dim)
 
-    def copied(self, x: Tensor) -> Tensor:
-        """Hidden states that several `column`s are about to use: where each would send a message in backward, one."""
-        return copy_in(x, self.group) if self.dim is None else x
+    def spread(self, x: Tensor) -> "Spread":
+        """Hidden states that several `column`s are about to use: what each would send for its input, once."""
+        if self.dim is None:
+            return Spread(copy_in(x, self.group), None)
+        return Spread(gather_batch(x, self.group, self.dim, checked=not self.shared and self.checked), x.detach())
 
-    def column(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, copied: bool = False) -> Tensor:
+    def column(self, x: "Tensor | Spread", weight: Tensor, bias: Tensor | None) -> Tensor:
         """Hidden states times own columns: inside [.., H], weight [out_k, H] -> [rows, S, out_k], whole rows.
 
-        Forward: identity or all_gather. Backward: all_reduce, or reduce_scatter and the all_gather again. `copied`: x
-        comes out of `copied`.
+        Forward: identity or all_gather. Backward: all_reduce, or reduce_scatter and the all_gather again.
         """
+        if isinstance(x, Spread):
+            if x.part is None or self.dim is None:
+                return F.linear(x.whole, weight, bias)
+            return gathered_linear(x.whole, x.part, weight, bias, self.group, self.dim)
         if self.dim is not None:
             checked = not self.shared and self.checked
             return gather_linear(x, weight, bias, self.group, self.dim, checked=checked)
-        return F.linear(x, weight, bias) if copied else copy_in_linear(x, weight, bias, self.group)
+        return copy_in_linear(x, weight, bias, self.group)
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Own rows of a matrix: [rows, S, in_k], weight [H, in_k] -> inside [.., H], the sum over the ranks, + bias.

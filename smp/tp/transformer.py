@@ -10,7 +10,7 @@ from smp.errors import UsageError
 from smp.tp.attention import Beside, Block, DistributedAttentionLayer, Matrix, add
 from smp.tp.module import DistributedModule
 from smp.tp.options import Options
-from smp.tp.region import Region, States, open_region
+from smp.tp.region import Region, Spread, States, open_region
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -66,7 +66,7 @@ class DistributedTransformerOutputLayer(Block):
         self.make_linear("dense1", sum(sections), hidden_size, o.use_mlp_bias, dim=0, sections=sections)
         self.make_linear("dense2", hidden_size, intermediate_size, o.use_mlp_bias, dim=1)
 
-    def forward(self, inputs: Any, normed: Tensor | None = None, *, parallel: bool = False) -> Any:
+    def forward(self, inputs: Any, normed: Spread | None = None, *, parallel: bool = False) -> Any:
         """[N, S, H] -> [N, S, H].
 
         Args:
@@ -84,9 +84,9 @@ class DistributedTransformerOutputLayer(Block):
     def second(self) -> Matrix:
         return self.dense2
 
-    def partial(self, region: Region, x: Tensor, states: States, copied: bool = False) -> Tensor:
+    def partial(self, region: Region, x: Tensor | Spread, states: States) -> Tensor:
         act = ACTIVATIONS[self.activation]
-        up = region.column(x, self.dense1.weight, self.dense1.bias, copied=copied)
+        up = region.column(x, self.dense1.weight, self.dense1.bias)
         if self.options.gated_mlp:
             gate, up = up.chunk(2, -1)
             return F.linear(act(gate) * up, self.dense2.weight)

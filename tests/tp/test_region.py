@@ -104,6 +104,11 @@ def test_memory_gathers_and_scatters_and_gathers_inputs_again(tp, prescaled):
     sent = sent_by_one_layer(prescaled, "memory", **PRE)
     assert sent[0] == {"all_gather": 2 * half, "reduce_scatter": 2 * half}
     assert sent[1] == {"all_gather": 4 * half, "reduce_scatter": 2 * half, **whole}
+    # Where attention and MLP read one norm they gather it once, and their outputs are scattered together.
+    whole = {"start_all_reduce": 2 * (4 * H) * (tp - 1) // tp} if prescaled else {}
+    sent = sent_by_one_layer(prescaled, "memory", **PARALLEL, single_pre_layernorm=True)
+    assert sent[0] == {"all_gather": half, "reduce_scatter": half}
+    assert sent[1] == {"all_gather": 3 * half, "reduce_scatter": half, **whole}
     runtime.reset()
 
 
