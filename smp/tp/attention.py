@@ -326,8 +326,10 @@ class DistributedAttentionLayer(Block):
         bias = None
         if use_alibi:
             slopes = alibi_slopes(self.num_attention_heads, self.options.alibi_bias_max)
-            own = torch.tensor(slopes, dtype=q.dtype, device=q.device).chunk(self.tp_group.size)[self.tp_group.rank]
-            bias = alibi(own, *sizes, causal)
+            exact = torch.promote_types(q.dtype, torch.float32)
+            own = torch.tensor(slopes, dtype=exact, device=q.device).chunk(self.tp_group.size)[self.tp_group.rank]
+            # Half precision keeps apart neighbours at hand, not those that are far from the last place.
+            bias = alibi(own, *sizes, causal and q.dtype == exact)
         seen = visible(*sizes, window, q.device) if causal else None
         return score_mask(mask, bias, seen, q.dtype), False
 

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import smp
-from smp.nn import FlashAttentionLayer, FusedLayerNorm
+from smp.nn import DistributedAttentionLayer, FlashAttentionLayer, FusedLayerNorm
 from smp.tp.positions import alibi_slopes
+from tests.harness import on_ranks
 
 N, S, HEADS, SIZE = 2, 5, 3, 4
 
@@ -102,6 +103,21 @@ def test_half_precision_attention_rounds_little():
     got = layer(qkv, masks()["padding"], causal=True)
     assert got.dtype == torch.bfloat16
     assert (got.double() - want).norm() / want.norm() < 4 * 2.0**-8
+
+
+@on_ranks(1, config={})
+def test_alibi_in_half_precision_tells_places_apart():
+    """Over 512 places distances count in hundreds; as bf16 numbers, neighbours among those are equal."""
+    torch.manual_seed(0)
+    layer = DistributedAttentionLayer(
+        *(4, 8, 32, 0.0, 0.0), use_alibi=True, causal_mask_size=512, pre_layernorm=True, post_layernorm=False
+    )
+    layer.dense.weight.data *= 100  # what the attention adds is much more than its input
+    x = torch.randn(1, 512, 32).bfloat16()
+    layer.bfloat16()
+    got = layer((x, None)).double()
+    want = layer.double()((x.double(), None))
+    assert (got - want).norm() / want.norm() < 4 * 2.0**-8
 
 
 def test_slopes_are_those_of_the_paper():
