@@ -29,8 +29,8 @@ def test_digest_sees_values_shapes_and_dtypes():
 
 @on_ranks(4, config=config(2, True))
 def test_different_batches_on_the_ranks_of_a_tp_group_are_refused():
-    """PITFALLS a10-2, four ranks, tp 2 x rdp 2: at the first step and every third one the error names the ranks and what
-    to give the sampler; the right batches pass."""
+    """PITFALLS a10-2, four ranks, tp 2 x rdp 2: at the first step and every third one the error names the ranks, and
+    what to give the sampler; the right batches pass."""
     current = runtime.get()
     check = BatchCheck(current, every=3)
     check(batch(current.rdp_rank))
