@@ -153,7 +153,7 @@ NO_EFFECT = {
     "fast_mode": "values are always moved straight from their owner",
     "deterministic_server": "there is no server; the order of work never depends on arrival",
     "contiguous": "a stage is always a contiguous range in execution order",
-    "checkpoint_attentions": "it speaks of the transformer layers that are still to come",
+    "checkpoint_attentions": "attention keeps no scores: its kernels compute them again in the backward pass",
     "delayed_parameter_initialization": "smp.model_creation and smp.delay_param_initialization delay parameters",
 }
 

@@ -297,4 +297,15 @@ def _taken_apart(module: DistributedModule, inputs: Any, cross: bool) -> Any:
     hidden = inputs[0]
     if hidden.dim() != 3:
         raise StepError(f"{type(module).__name__} takes hidden states [N, S, H], got shape {tuple(hidden.shape)}")
-    return inputs if cross else (hidden, None, inputs[1], None)
+    taken = inputs if cross else (hidden, None, inputs[1], None)
+    for mask in taken[2:]:
+        if mask is not None and not (mask.dim() == 4 and (mask.is_floating_point() or mask.dtype == torch.bool)):
+            raise StepError(
+                f"{type(module).__name__} takes masks [N, 1, 1, S] or [N, 1, S, S] that are added to scores, or bool "
+                f"ones (True: seen); got {mask.dtype} {tuple(mask.shape)}"
+            )
+        if mask is not None and mask.shape[0] not in (1, hidden.shape[0]):
+            raise StepError(
+                f"{type(module).__name__} got a mask of {mask.shape[0]} rows for hidden states of {hidden.shape[0]}"
+            )
+    return taken

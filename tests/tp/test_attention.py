@@ -137,6 +137,8 @@ def test_heads_that_do_not_divide_are_refused_by_name(kv_heads):
             smp.nn.DistributedAttentionLayer(8, 8, 16, num_key_value_heads=kv_heads)
         with pytest.raises(PartitionError, match="num_attention_heads 6"):
             smp.nn.DistributedTransformerLayer(6, 8, 16, 20)
+        with pytest.raises(PartitionError, match="intermediate_size 22"):
+            smp.nn.DistributedTransformerOutputLayer(16, 22)
     finally:
         nn.Module.register_parameter = before
     assert made == []
@@ -186,6 +188,9 @@ def test_mistakes_are_refused_with_what_to_change():
         ((x, None, None), "3 elements"),
         ((x[0], None), "hidden states"),
         ((x, None), "longer than causal_mask_size 4"),
+        ((x, torch.ones(2, 6)), "takes masks"),
+        ((x, torch.ones(2, 1, 1, 6, dtype=torch.long)), "takes masks"),
+        ((x, torch.ones(3, 1, 1, 6)), "mask of 3 rows"),
     ]:
         with pytest.raises(StepError, match=message):
             layer(given)
