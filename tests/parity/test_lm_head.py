@@ -5,14 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import smp
 from smp import runtime
-from smp.nn import DistributedTransformerLMHead
+from smp.comm.autograd import copy_in, gather_batch
+from smp.nn import DistributedModule, DistributedTransformerLMHead, vocabulary_parallel_cross_entropy
 from smp.tp.delayed import materialize
+from smp.tp.shard import spec_of
 from tests.harness import on_ranks
-from tests.parity.compare import TOLERANCE, Setup, assert_close, assert_same, batch_parts, plain_run, smp_run
+from tests.parity.compare import TOLERANCE, Setup, assert_close, assert_same, batch_parts, plain_run, sgd, smp_run
 from tests.parity.zoo import Case
 from tests.tp.lm_twin import GPT2, distributed, twin_of
 
@@ -61,13 +64,8 @@ def check(options: dict[str, Any], setup: Setup) -> None:
     try:
         case, twin = cases(options)
         got, model = smp_run(case, setup)
-        assert_same(
-            got,
-            plain_run(twin, setup, batches_over=batch_parts(setup)[0], number=batch_parts(setup)[1]),
-            model,
-            TOLERANCE[setup.dtype],
-            f"{setup}:",
-        )
+        want = plain_run(twin, setup, sgd, *batch_parts(setup))
+        assert_same(got, want, model, TOLERANCE[setup.dtype], f"{setup}:")
     finally:
         runtime.reset()
 
@@ -98,6 +96,55 @@ def test_four_parts_train_as_one_process_in_float32(optimize):
         config = {"optimize": optimize}
         check(GPT2, Setup(tp=4, microbatches=2, passes=2, prescaled=prescaled, config=config))
         check(UNTIED, Setup(tp=4, prescaled=prescaled, config=config))
+
+
+class OwnColumns(DistributedModule):
+    """A user's column-parallel head: logits of the rank's classes, for the joined batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.create_parameter("weight", (12, 8), nn.init.normal_, dim=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        joined = copy_in(x, self.tp_group) if self.shared_batch else gather_batch(x, self.tp_group)
+        return F.linear(joined, self.weight)
+
+
+class Classifier(nn.Module):
+    def __init__(self, split: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(12, 8)
+        self.head = nn.Linear(8, 12, bias=False)
+        nn.init.normal_(self.head.weight)
+        if split:
+            whole, self.head = self.head.weight.detach(), OwnColumns()
+            spec = spec_of(self.head.weight)
+            self.head.weight.data.copy_(spec.split(whole) if spec else whole)
+        self.split = split
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.table(ids))
+        if self.split:
+            return vocabulary_parallel_cross_entropy(logits, labels, label_smoothing=0.1)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+
+
+@BATCHES
+@on_ranks(4)
+def test_the_loss_can_be_taken_outside_of_any_layer(prescaled):
+    """In code between modules, of logits that another stage has computed."""
+
+    def batch(rows: int, generator: torch.Generator) -> dict[str, Any]:
+        return {name: torch.randint(12, (rows, LENGTH), generator=generator) for name in ("ids", "labels")}
+
+    for pp, auto in [(2, False), (2, True), (1, False)]:
+        runtime.reset()
+        setup = Setup(pp=pp, tp=2, auto=auto, microbatches=2, prescaled=prescaled, dtype=torch.float64)
+        case = Case(lambda: Classifier(split=True), batch, [("table", 0.0), ("head", 0.5)])
+        got, model = smp_run(case, setup)
+        want = plain_run(Case(lambda: Classifier(split=False), batch), setup, sgd, *batch_parts(setup))
+        assert_same(got, want, model, 1e-9, f"{setup}:")
+    runtime.reset()
 
 
 def whole_model(options: dict[str, Any], pp: int, tp: int, **config: Any) -> Any:
