@@ -1,5 +1,6 @@
 """The rows: what is compared with what, at which sizes, and the ratio to reach. Data only."""
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ SCHEDULES_AT_FOUR = [
     "ScheduleInterleavedZeroBubble",
     "ScheduleInterleaved1F1B",
 ]
-# What smp.init gets in the row `four`, beyond what all rows get.
+MEGATRON_VARIABLE = "SMP_BENCH_MEGATRON"  # an interpreter that has megatron-core
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,19 @@ def _dtensor(sequence: bool, fused: bool) -> Side:
     return Side(name, "benchmarks.theirs:tensor_parallel", arguments)
 
 
-def _tensor_parallel(name: str, title: str, limit: float, fused: bool, config: dict[str, Any]) -> Row:
+def _tensor_parallel(name: str, title: str, limit: float, config: dict[str, Any], *theirs: Side) -> Row:
     ours = Side("ours", "benchmarks.ours:tensor_parallel", {"sizes": BLOCKS, "batch": 8, "config": config}, 2, "mpi")
-    theirs = (_dtensor(False, fused), _dtensor(True, fused))
     return Row(name, title, limit, ours, theirs, sizes={**BLOCKS, "batch": 8})
+
+
+def _megatron(config: dict[str, Any]) -> list[Row]:
+    """Where an interpreter that has it is named; see megatron.py for what is compared."""
+    python = os.environ.get(MEGATRON_VARIABLE)
+    if not python:
+        return []
+    arguments = {"sizes": BLOCKS, "batch": 8}
+    side = Side("Megatron-Core", "benchmarks.megatron:tensor_parallel", arguments, python=python)
+    return [_tensor_parallel("megatron", "the same blocks, against Megatron-Core's layers", 1.00, config, side)]
 
 
 def rows(config: dict[str, Any]) -> list[Row]:
@@ -128,14 +138,15 @@ def rows(config: dict[str, Any]) -> list[Row]:
             "tp",
             "attention + MLP blocks, tp 2, against the better of DTensor with and without sequence parallel",
             0.65,
-            False,
             config,
+            *(_dtensor(sequence, fused=False) for sequence in (False, True)),
         ),
         _tensor_parallel(
             "tp-fused",
             "the same, where query, key and value were made one linear for DTensor by reordering its rows",
             1.00,
-            True,
             config,
+            *(_dtensor(sequence, fused=True) for sequence in (False, True)),
         ),
+        *_megatron(config),
     ]

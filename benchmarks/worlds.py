@@ -42,6 +42,7 @@ class Side:
         arguments: what the function is given.
         processes: how many.
         launcher: `mpi`, or `plain` for processes that find each other by torchrun's variables.
+        python: the interpreter, where it is another one than the driver's.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Side:
     arguments: dict[str, Any]
     processes: int = 2
     launcher: str = "plain"
+    python: str = sys.executable
 
 
 class Block(NamedTuple):
@@ -76,7 +78,7 @@ class World:
 
     def _start(self, address: str) -> list["subprocess.Popen[bytes]"]:
         count = self.side.processes
-        worker = [sys.executable, "-m", "benchmarks.worker"]
+        worker = [self.side.python, "-m", "benchmarks.worker"]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
         common = {**os.environ, ADDRESS_VARIABLE: address, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         common |= {"SMP_LOG_LEVEL": os.environ.get("SMP_LOG_LEVEL", "WARNING")}
