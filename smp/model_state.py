@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from smp import log, runtime
+from smp import log, runtime, state_mod
 from smp.comm.entry import enter_collective, raise_alike
 from smp.comm.transport import Channel
 from smp.errors import CheckpointError, UsageError
 from smp.runtime import Runtime
 from smp.topology import CommGroup
+from smp.tp.contexts import mark_of
 from smp.tp.shard import ShardSpec, spec_of
 
 PARTIAL_KEY = "_smp_is_partial"
@@ -264,10 +265,12 @@ def load_state_dict(
 ) -> _IncompatibleKeys:
     """Load a full state dict or the partial one of this rank; collective over all ranks.
 
-    A partial one must come from the same degrees. Its tensors may have been on another stage then: they are sent to
-    where they live now, unless `same_partition_load` promises that nothing has moved. Before partition the dict is kept
-    and applied at the first step; the result is empty then. Missing and unexpected keys are counted over the whole
-    model and are the same on all ranks of the replica; a tied tensor is not missing when one of its names is there.
+    A full one may have the names of another library's models where those of smp's modules differ; with
+    `_smp_is_partial` False in it, it has smp's names. A partial one must come from the same degrees. Its tensors may
+    have been on another stage then: they are sent to where they live now, unless `same_partition_load` promises that
+    nothing has moved. Before partition the dict is kept and applied at the first step; the result is empty then.
+    Missing and unexpected keys are counted over the whole model and are the same on all ranks of the replica; a tied
+    tensor is not missing when one of its names is there.
     Raises `CheckpointError` for keys when `strict`, and for shapes that differ in any case, before anything is changed.
     """
     rt = runtime.get()
@@ -284,8 +287,10 @@ def load_state_dict(
 
 def _early_refusal(rt: Runtime, model: StatefulModel, pending: PendingState) -> CheckpointError | None:
     """What is wrong with the names of a whole state dict, as far as it is known before partition."""
-    if not pending.strict or pending.state_dict.get(PARTIAL_KEY) or rt.tp_size > 1:  # a split module may rename
+    if not pending.strict or pending.state_dict.get(PARTIAL_KEY):
         return None
+    if rt.tp_size > 1 or any(mark is not None and mark.enabled for mark in map(mark_of, model.module.modules())):
+        return None  # a module that will be replaced may rename
     if any(child._load_state_dict_pre_hooks for child in model.module.modules()):  # they may rename
         return None
     unexpected = [name for name in pending.state_dict if name != PARTIAL_KEY and name not in _named_state(model.module)]
@@ -322,6 +327,9 @@ def _apply(rt: Runtime, model: StatefulModel, pending: PendingState) -> _Incompa
     group = rt.group(CommGroup.MP_GROUP)
     values = OrderedDict(pending.state_dict)
     partial = bool(values.pop(PARTIAL_KEY, False))
+    if PARTIAL_KEY not in pending.state_dict:
+        for _, to_ours in state_mod.state.module_manager.translate_functions:
+            values = OrderedDict(to_ours(values))
     if not partial:
         _run_load_hooks(model.module, values, pending)
     entries = _entries(model)

@@ -272,7 +272,8 @@ class DistributedAttentionLayer(Block):
             mask = states.mask
         q, k, v = (t.unflatten(-1, (-1, d)) for t in (q, k, v))
         if self.options.rotary_dim and not self.cross_attention:
-            cos, sin = angles(states.positions, q, self.options.rotary_dim, self.options.rotary_base)
+            exact = torch.float32 if self.options.rotary_in_fp32 else torch.promote_types(q.dtype, torch.float32)
+            cos, sin = angles(states.positions, q, self.options.rotary_dim, self.options.rotary_base, exact)
             q, k = (rotated(t, cos, sin, self.options.rotary_interleaved) for t in (q, k))
         context = self._attend(region, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         return F.linear(context.transpose(1, 2).flatten(-2), self.dense.weight)
@@ -292,7 +293,7 @@ class DistributedAttentionLayer(Block):
             )
         bias, is_causal = self._score_mask(q, k, mask, causal)
         p = self.attention_dropout_prob if self.training else 0.0
-        if not self.options.flash_attention:
+        if not self.options.flash_attention or (mask is not None and self.options.hidden_rows != "nothing"):
             return self._attend_plainly(region, q, k, v, bias, is_causal, p)
         options: dict[str, Any] = {"is_causal": is_causal, "scale": self.scale, "enable_gqa": k.shape[1] != q.shape[1]}
         if p == 0.0:
@@ -309,9 +310,12 @@ class DistributedAttentionLayer(Block):
         scores = q @ k.transpose(-1, -2) * self.scale
         if is_causal:
             bias = visible(q.shape[2], k.shape[2], None, q.device)
-        if bias is not None:
-            scores = scores.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else scores + bias
-        weights = scores.softmax(-1)
+        if bias is None:
+            weights = scores.softmax(-1)
+        elif bias.dtype == torch.bool:  # a row that sees nothing is 0
+            weights = scores.masked_fill(~bias, torch.finfo(q.dtype).min).softmax(-1).masked_fill(~bias, 0.0)
+        else:
+            weights = (scores + bias).softmax(-1)
         if p > 0.0:
             with region.drawing(q, equal=False):
                 weights = F.dropout(weights, p)
@@ -331,7 +335,7 @@ class DistributedAttentionLayer(Block):
             # Half precision keeps apart neighbours at hand, not those that are far from the last place.
             bias = alibi(own, *sizes, causal and q.dtype == exact)
         seen = visible(*sizes, window, q.device) if causal else None
-        return score_mask(mask, bias, seen, q.dtype), False
+        return score_mask(mask, bias, seen, q.dtype, self.options.hidden_rows), False
 
     def extra_repr(self) -> str:
         heads = f"num_attention_heads={self.num_attention_heads}"

@@ -53,7 +53,7 @@ class DistributedTransformerLMHead(DistributedModule):
         shift_labels: whether a place's target is the label of the next place, so that `labels=input_ids` trains a
             causal language model as in transformers; False: the label of the place itself. None: with
             `causal_mask_size`.
-        logits_with_loss: with labels (loss, logits) is returned. Gathers the logits.
+        logits_with_loss: with labels (loss, logits) is returned. Gathers the logits. None: in evaluation only.
         options: see `Options`.
 
     Raises:
@@ -89,7 +89,7 @@ class DistributedTransformerLMHead(DistributedModule):
         embedding_layernorm: bool = False,
         embedding_dropout_prob: float | None = None,
         shift_labels: bool | None = None,
-        logits_with_loss: bool = False,
+        logits_with_loss: bool | None = False,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -132,6 +132,11 @@ class DistributedTransformerLMHead(DistributedModule):
         super().adopt(name, param)
         self._tie()
 
+    @property
+    def takes_token_types(self) -> bool:
+        """Whether there is a table for them."""
+        return self.token_type_embedding is not None
+
     def forward(self, inputs: Any) -> Any:
         """(input_ids, attention_mask, token_type_ids, position_ids, labels) -> logits [N, S, V] of the rank's own
         batch, or with labels the loss alone.
@@ -162,18 +167,24 @@ class DistributedTransformerLMHead(DistributedModule):
             hidden = self.layernorm(hidden, region.dim)
         if not self.add_lm_head:
             return region.leave(hidden)
-        return self.lm_head(hidden, labels, region.dim, self.shift_labels, self.logits_with_loss)
+        with_logits = not self.training if self.logits_with_loss is None else self.logits_with_loss
+        return self.lm_head(hidden, labels, region.dim, self.shift_labels, with_logits)
 
     def _embedded(self, ids: Tensor, token_types: Tensor | None, positions: Tensor | None, dim: int | None) -> Tensor:
         """[N, S] -> hidden states inside of the region."""
+        hidden = self._summed(ids, token_types, positions, dim)
+        if self.embedding_layernorm is not None:
+            hidden = self.embedding_layernorm(hidden, dim)
+        return self.embedding_dropout(hidden, dim)
+
+    def _summed(self, ids: Tensor, token_types: Tensor | None, positions: Tensor | None, dim: int | None) -> Tensor:
+        """What the tables have for them."""
         hidden = self.word_embedding(ids, dim)
         if self.position_embedding is not None:
             hidden = hidden + self.position_embedding(positions, *ids.shape, dim)
         if self.token_type_embedding is not None:
             hidden = hidden + self.token_type_embedding(token_types, *ids.shape, dim)
-        if self.embedding_layernorm is not None:
-            hidden = self.embedding_layernorm(hidden, dim)
-        return self.embedding_dropout(hidden, dim)
+        return hidden
 
     def _taken_apart(self, inputs: Any) -> tuple[Any, ...]:
         names = ["input_ids", "attention_mask", "token_type_ids", "position_ids", "labels"]
@@ -185,7 +196,7 @@ class DistributedTransformerLMHead(DistributedModule):
         given = dict(zip(names, inputs))
         if given["input_ids"] is None or given["input_ids"].dim() != 2:
             raise StepError(f"{type(self).__name__} needs input_ids of shape [N, S]")
-        if given["token_type_ids"] is not None and self.token_type_embedding is None:
+        if given["token_type_ids"] is not None and not self.takes_token_types:
             raise StepError("token_type_ids were given, but the model was made with num_token_types=0")
         if given["labels"] is not None and not self.add_lm_head:
             raise StepError("labels were given, but the model was made with add_lm_head=False")

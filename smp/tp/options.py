@@ -8,6 +8,7 @@ from typing import Any, Literal
 from smp.errors import UsageError
 
 Norm = Literal["layer", "rms"]
+HiddenRows = Literal["nothing", "visible", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +23,17 @@ class Options:
         rotary_interleaved: whether the pairs that are rotated together are neighbours (0, 1), (2, 3), .. or lie half a
             rotary_dim apart.
         rotary_base: the slowest pair's wavelength is 2 pi times nearly this.
+        rotary_in_fp32: angles are computed in float32 whatever the inputs' dtype, as other libraries have it; else in
+            float32 at least.
         scale_attention_scores: divide scores by the square root of the head size.
         scale_attn_by_layer_idx: divide them by `layer_idx + 1` too.
         layer_idx: the layer's number, from 0; a transformer sets it.
         attention_window: a place sees that many places, itself included; needs the causal mask. For a transformer it
             may be a sequence, one for each layer.
         use_alibi, alibi_bias_max: scores get -distance * 2^(-alibi_bias_max * k / heads) for head k = 1, 2, ..
+        hidden_rows: what a place attends to all of whose keys a bool mask hides: "nothing"; "visible": to all of them
+            alike that causality lets it see; "all": to all places alike. Libraries differ here. With the last two
+            masked attention is computed by its definition: torch's fused kernel for the CPU has other gradients there.
         parallel_attention: attention and MLP both read the layer's input: x + attention(x) + mlp(x).
         single_pre_layernorm: with parallel_attention: both read the same normalised input.
         norm: layer norm or root mean square norm.
@@ -52,12 +58,14 @@ class Options:
     rotary_dim: int | None = None
     rotary_interleaved: bool = False
     rotary_base: float = 10000.0
+    rotary_in_fp32: bool = False
     scale_attention_scores: bool = True
     scale_attn_by_layer_idx: bool = False
     layer_idx: int | None = None
     attention_window: Any = None
     use_alibi: bool = False
     alibi_bias_max: float = 8
+    hidden_rows: HiddenRows = "nothing"
     parallel_attention: bool = False
     single_pre_layernorm: bool = False
     norm: Norm = "layer"
@@ -78,6 +86,8 @@ class Options:
             raise UsageError(f"rotary_dim must be an even number, got {self.rotary_dim}")
         if self.norm not in ("layer", "rms"):
             raise UsageError(f"norm must be 'layer' or 'rms', got {self.norm!r}")
+        if self.hidden_rows not in ("visible", "all", "nothing"):
+            raise UsageError(f"hidden_rows must be 'visible', 'all' or 'nothing', got {self.hidden_rows!r}")
         if self.scale_attn_by_layer_idx and self.layer_idx is None:
             raise UsageError("scale_attn_by_layer_idx needs layer_idx, the layer's number from 0")
         if self.single_pre_layernorm and not self.parallel_attention:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from smp.comm.collectives import is_structure
+from smp.tp.options import HiddenRows
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -23,29 +24,28 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
 
 
-def angles(positions: Tensor | None, like: Tensor, dim: int, base: float) -> tuple[Tensor, Tensor]:
+def angles(positions: Tensor | None, like: Tensor, dim: int, base: float, exact: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines [rows or 1, S, 1, dim / 2] for vectors `like` [rows, S, ..], in its dtype.
 
-    Angles are computed in float32 at least: in half precision neighbouring places could not be told apart.
+    Angles are computed in `exact`: in half precision neighbouring places could not be told apart.
     """
     if positions is None and not is_structure(like):
-        return _usual_angles(like.shape[1], dim, base, like.dtype, like.device)
+        return _usual_angles(like.shape[1], dim, base, exact, like.dtype, like.device)
     if positions is None:
         positions = torch.arange(like.shape[1], device=like.device).unsqueeze(0)
-    return _angles(positions, dim, base, like.dtype)
+    return _angles(positions, dim, base, exact, like.dtype)
 
 
 @lru_cache(maxsize=32)
 def _usual_angles(
-    length: int, dim: int, base: float, dtype: torch.dtype, device: torch.device
+    length: int, dim: int, base: float, exact: torch.dtype, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False):  # tensors made under it could not be used in training later
-        return _angles(torch.arange(length, device=device).unsqueeze(0), dim, base, dtype)
+        return _angles(torch.arange(length, device=device).unsqueeze(0), dim, base, exact, dtype)
 
 
-def _angles(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    exact = torch.promote_types(dtype, torch.float32)
-    rates = base ** (-torch.arange(0, dim, 2, device=positions.device).to(exact) / dim)
+def _angles(positions: Tensor, dim: int, base: float, exact: torch.dtype, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    rates = 1.0 / base ** (torch.arange(0, dim, 2, device=positions.device).to(exact) / dim)
     turned = positions.to(exact)[..., None, None] * rates
     return turned.cos().to(dtype), turned.sin().to(dtype)
 
@@ -78,7 +78,13 @@ def visible(num_queries: int, num_keys: int, window: int | None, device: torch.d
     return (ahead <= 0) if window is None else (ahead <= 0) & (ahead > -window)
 
 
-def score_mask(mask: Tensor | None, bias: Tensor | None, seen: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def score_mask(
+    mask: Tensor | None,
+    bias: Tensor | None,
+    seen: Tensor | None,
+    dtype: torch.dtype,
+    hidden_rows: HiddenRows = "nothing",
+) -> Tensor | None:
     """One tensor for scaled_dot_product_attention out of the user's mask, a bias of scores and what causality shows.
 
     Args:
@@ -86,14 +92,20 @@ def score_mask(mask: Tensor | None, bias: Tensor | None, seen: Tensor | None, dt
         bias: [1, heads, 1 or Sq, Sk].
         seen: [Sq, Sk].
         dtype: of the queries.
+        hidden_rows: see Options.
 
-    The user's mask counts as at least the smallest finite number and causality as minus infinity: where a query sees
-    only places that the user has masked, it looks at all of those, and no row is empty.
+    An additive mask counts as at least the smallest finite number, causality as minus infinity: where a query sees only
+    places that the user has masked, it looks at all of those. A bool mask is such a number too, or with "nothing" minus
+    infinity; with "all" causality is that number.
     """
     if mask is None and bias is None:
         return seen
-    if mask is not None:
-        smallest = torch.finfo(dtype).min
+    smallest = torch.finfo(dtype).min
+    if mask is not None and mask.dtype == torch.bool and hidden_rows == "nothing":
+        seen = mask if seen is None else mask & seen
+        if bias is None:
+            return seen
+    elif mask is not None:
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, smallest)
         else:
@@ -101,5 +113,5 @@ def score_mask(mask: Tensor | None, bias: Tensor | None, seen: Tensor | None, dt
         bias = mask if bias is None else mask + bias.to(dtype)
     assert bias is not None
     if seen is not None:
-        bias = bias.masked_fill(~seen, -math.inf)
+        bias = bias.masked_fill(~seen, smallest if hidden_rows == "all" else -math.inf)
     return bias.to(dtype)

@@ -1,0 +1,285 @@
+"""What the GPT families share: a causal language model and its layers, called and answering as the originals do."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smp.errors import PartitionError, StepError
+from smp.nn.huggingface.arguments import refuse, refuse_filled_cache
+from smp.tp.families import Arguments, Family, Place, Replacement, Rule, inside, weight_and_bias
+from smp.tp.lm_head import IGNORED, DistributedTransformerLMHead
+from smp.tp.transformer import DistributedTransformerLayer
+
+PER_LAYER = ("layer_idx", "attention_window")  # arguments in which the layers of one model may differ
+
+
+class DistributedDecoderLayer(DistributedTransformerLayer):
+    """A DistributedTransformerLayer with the arguments and results of a layer of a GPT.
+
+    Args:
+        parameters: names of the original's positional arguments.
+        attentions: whether it returns (hidden states, attention probabilities) rather than (hidden states,); the twin
+            has no probabilities to give.
+        always_masked: whether the model around it passes a mask also where there is nothing to hide.
+        sizes: arguments of DistributedTransformerLayer.
+    """
+
+    def __init__(self, parameters: Sequence[str], attentions: bool, always_masked: bool, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.parameters_of_original = tuple(parameters)
+        self.attentions, self.always_masked = attentions, always_masked
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """hidden_states [N, S, H], attention_mask [N, 1, S, S], additive or bool (True: seen), and what else the
+        original takes -> a tuple of which the first is the new hidden states.
+
+        Raises:
+            StepError: a head mask, a cache with something in it, attention probabilities that are asked for, or an
+                encoder's states without cross attention.
+        """
+        given = dict(zip(self.parameters_of_original, args)) | kwargs
+        hidden, mask = given["hidden_states"], given.get("attention_mask")
+        cross = given.get("encoder_hidden_states")
+        refuse(head_mask=given.get("head_mask"), output_attentions=given.get("output_attentions"))
+        for name in ("past_key_values", "layer_past"):
+            refuse_filled_cache(self, given.get(name))
+        if cross is not None and not self.add_cross_attention:
+            raise StepError("encoder_hidden_states: the layers were made without config.add_cross_attention")
+        if mask is None and not self.always_masked and not self.shared_batch and self.tp_group.size > 1:
+            # Models leave out a mask that hides nothing; another rank's batch may have something to hide.
+            rows, length = hidden.shape[:2]
+            mask = torch.ones(rows, 1, length, length, dtype=torch.bool, device=hidden.device)
+        inputs: tuple[Tensor | None, ...] = (hidden, mask)
+        if self.add_cross_attention:
+            inputs = hidden, cross, mask, given.get("encoder_attention_mask")
+        out = super().forward(inputs, given.get("position_ids"))[0]
+        return (out, None) if self.attentions else (out,)
+
+
+@dataclass(frozen=True)
+class Call:
+    """How the original of a DistributedCausalLM is called.
+
+    Args:
+        parameters: names of its positional arguments.
+        output: class of what it returns, in `transformers.modeling_outputs`.
+        types_are_words: whether token types are looked up in the table of words; else there are none.
+    """
+
+    parameters: tuple[str, ...]
+    output: str
+    types_are_words: bool
+
+
+class DistributedCausalLM(DistributedTransformerLMHead):
+    """A DistributedTransformerLMHead with the arguments and results of a GPT with a language model's head.
+
+    In training with labels the result holds the loss alone: whole logits would have to be gathered for nothing.
+    Otherwise it holds logits, and the loss where there are labels.
+
+    Args:
+        call: how the original is called.
+        sizes: arguments of DistributedTransformerLMHead.
+    """
+
+    config: Any  # the original's, put there when the model is made
+
+    def __init__(self, call: Call, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.call = call
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """input_ids [N, S], attention_mask [N, S], labels [N, S], .., as the original -> its output class with `loss`
+        and `logits`, or a tuple where `return_dict` is False.
+
+        Raises:
+            StepError: arguments that the twin does not know, or has no use for: what only an undistributed model can
+                do is not left out silently.
+        """
+        given = dict(zip(self.call.parameters, args)) | kwargs
+        ids, mask, types = (given.pop(name, None) for name in ("input_ids", "attention_mask", "token_type_ids"))
+        positions, labels = given.pop("position_ids", None), given.pop("labels", None)
+        cross, cross_mask = given.pop("encoder_hidden_states", None), given.pop("encoder_attention_mask", None)
+        return_dict, keep = given.pop("return_dict", None), given.pop("logits_to_keep", 0)
+        items = given.pop("num_items_in_batch", None)
+        given.pop("use_cache", None)  # there is none
+        refuse_filled_cache(self, given.pop("past_key_values", None))
+        refuse(**given)
+        if cross is not None and not self.add_cross_attention:
+            raise StepError("encoder_hidden_states: the model was made without config.add_cross_attention")
+        crossed = (cross, cross_mask) if self.add_cross_attention else ()
+        out = super().forward((ids, mask, types, positions, *crossed, labels))
+        loss, logits = out if isinstance(out, tuple) else (out, None) if labels is not None else (None, out)
+        if loss is not None and items is not None:
+            loss = loss * (labels[:, 1:] != IGNORED).sum() / items
+        if isinstance(keep, Tensor) or keep:
+            if labels is not None:
+                raise StepError("logits_to_keep: leave it out where there are labels")
+            logits = logits[:, keep if isinstance(keep, Tensor) else slice(-keep, None)]
+        if return_dict is False or (return_dict is None and not self.config.use_return_dict):
+            return tuple(value for value in (loss, logits) if value is not None)
+        from transformers import modeling_outputs
+
+        return getattr(modeling_outputs, self.call.output)(loss=loss, logits=logits)
+
+    @property
+    def takes_token_types(self) -> bool:
+        return self.call.types_are_words
+
+    def _summed(self, ids: Tensor, types: Tensor | None, positions: Tensor | None, dim: int | None) -> Tensor:
+        hidden = super()._summed(ids, None, positions, dim)
+        return hidden if types is None else hidden + self.word_embedding(types, dim)
+
+
+# From a model to arguments
+
+
+def same(values: Iterable[Any], what: str) -> Any:
+    """The one value that all have.
+
+    Raises:
+        PartitionError: they differ.
+    """
+    different = list(dict.fromkeys(values))
+    if len(different) > 1:
+        raise PartitionError(f"{what} differ: {', '.join(map(str, different[:4]))}; the twin has one for all")
+    return different[0]
+
+
+def check_config(config: Any) -> None:
+    """Raises PartitionError for switches of any configuration that no twin can honour."""
+    for switch in ("output_attentions", "output_hidden_states"):
+        if getattr(config, switch, False):
+            raise PartitionError(f"config.{switch} is True, and the twin has none to give")
+
+
+def together(layers: Sequence[Arguments]) -> dict[str, Any]:
+    """Arguments of a DistributedTransformerLMHead out of those of its layers.
+
+    Raises:
+        PartitionError: layers differ in what the twin has once.
+    """
+    if not layers:
+        raise PartitionError("it has no layers")
+    kinds = [kwargs for _, kwargs in layers]
+    own = {"parameters", "attentions", "always_masked", *PER_LAYER}
+    sizes = {name: same((kind[name] for kind in kinds), name) for name in kinds[0] if name not in own}
+    if [kind["layer_idx"] for kind in kinds] != list(range(len(kinds))):
+        raise PartitionError("its layers were put in another order than they were made in")
+    return {**sizes, "num_layers": len(kinds), "attention_window": [kind.get("attention_window") for kind in kinds]}
+
+
+def head_arguments(
+    model: Any, call: Call, words: nn.Embedding, places: nn.Embedding | None, norm: nn.LayerNorm, head: nn.Linear
+) -> dict[str, Any]:
+    """Arguments of a DistributedCausalLM that are read in all families alike.
+
+    Raises:
+        PartitionError: something that the twin does not know.
+    """
+    for table in (words, places):
+        if table is not None and (table.padding_idx is not None or table.max_norm is not None):
+            raise PartitionError("a table of embeddings has padding_idx or max_norm")
+    if not isinstance(norm, nn.LayerNorm) or not isinstance(head, nn.Linear):
+        raise PartitionError("its last norm, or its head, is not of the class its model has it of")
+    return {
+        "call": call,
+        "vocab_size": words.num_embeddings,
+        "num_positions": 0 if places is None else places.num_embeddings,
+        "initializer_range": model.config.initializer_range,
+        "use_normal_initialization": True,
+        "tie_word_embeddings": head.weight is words.weight,
+        "lm_head_bias": head.bias is not None,
+        "logits_with_loss": None,
+    }
+
+
+# Declarations
+
+
+@dataclass(frozen=True)
+class Names:
+    """Where the pieces of a model stand.
+
+    Args:
+        base, layers, words, places, dropout, norm: of the model without a head, relative to the model with one.
+        places: None: there is no table of places.
+        head: of the language model's head.
+    """
+
+    base: str
+    layers: str
+    words: str
+    places: str | None
+    dropout: str
+    norm: str
+    head: str
+
+
+def family_of(
+    name: str,
+    model_type: str,
+    path: str,
+    classes: tuple[str, str],
+    arguments: tuple[Callable[[Any], Arguments], Callable[[Any], Arguments]],
+    config: Callable[[Any], Any],
+    names: Names,
+    rules: tuple[Rule, ...],
+    modules: tuple[tuple[str, str], ...],
+) -> Family:
+    """A GPT: the model with a language model's head becomes a DistributedCausalLM, layers in other models become
+    DistributedDecoderLayers.
+
+    Args:
+        name, model_type: see Family.
+        path: module of transformers.
+        classes: of the model and of a layer, there.
+        arguments: read from a model and from a layer.
+        config: read from a layer.
+        names: where pieces stand.
+        rules, modules: of a layer.
+    """
+    tables = (
+        Rule(f"{names.words}.weight", "word_embedding.weight"),
+        *(() if names.places is None else (Rule(f"{names.places}.weight", "position_embedding.weight"),)),
+        *inside(f"{names.layers}.{{n}}.", "transformer.seq_layers.{n}.", rules),
+        *weight_and_bias(names.norm, "layernorm"),
+    )
+    head = (
+        Rule(f"{names.head}.weight", "lm_head.weight", tied_to=f"{names.base}.{names.words}.weight"),
+        Rule(f"{names.head}.bias", "lm_head.bias"),
+    )
+    model_rules = (*inside(f"{names.base}.", "", tables), *head)
+    blocks = f"{names.base}.{names.layers}"
+    pieces = ((names.words, "word_embedding"), (names.dropout, "embedding_dropout"), (names.norm, "layernorm"))
+    model_modules = (
+        *((f"{names.base}.{theirs}", ours) for theirs, ours in pieces),
+        *(() if names.places is None else ((f"{names.base}.{names.places}", "position_embedding"),)),
+        (names.base, "transformer"),
+        (blocks, "transformer.seq_layers"),
+        (f"{blocks}.{{n}}", "transformer.seq_layers.{n}"),
+        *((f"{blocks}.{{n}}.{theirs}", f"transformer.seq_layers.{{n}}.{ours}") for theirs, ours in modules),
+        (names.head, "lm_head"),
+    )
+    model = Replacement(
+        cls=f"{path}.{classes[0]}",
+        twin=DistributedCausalLM,
+        arguments=arguments[0],
+        rules=model_rules,
+        modules=model_modules,
+        attributes=("config", "generation_config"),
+    )
+    layer = Replacement(
+        cls=f"{path}.{classes[1]}",
+        twin=DistributedDecoderLayer,
+        arguments=arguments[1],
+        rules=rules,
+        modules=modules,
+        config=config,
+    )
+    prefixes = (f"{blocks}.{{n}}.", f"{names.layers}.{{n}}.")
+    places = (Place("", "", model_rules), Place("", "", tables), *(Place(p, p, rules) for p in prefixes))
+    return Family(name, (model_type,), (model, layer), places)

@@ -1,0 +1,102 @@
+"""GPT-NeoX: GPTNeoXForCausalLM becomes a DistributedTransformerLMHead, layers of other models
+DistributedTransformerLayer."""
+
+import sys
+from typing import Any
+
+from smp.errors import PartitionError
+from smp.nn.huggingface.arguments import activation_of
+from smp.nn.huggingface.decoder import Call, Names, check_config, family_of, head_arguments, same, together
+from smp.tp.families import Arguments, HeadMajor, Rule, weight_and_bias
+
+CALL = Call(
+    (
+        *("input_ids", "attention_mask", "position_ids", "inputs_embeds", "head_mask", "past_key_values", "labels"),
+        *("use_cache", "output_attentions", "output_hidden_states", "cache_position", "logits_to_keep"),
+    ),
+    "CausalLMOutputWithPast",
+    types_are_words=False,
+)
+LAYER_PARAMETERS = (
+    *("hidden_states", "attention_mask", "position_ids", "head_mask", "use_cache", "layer_past"),
+    *("output_attentions", "cache_position", "position_embeddings"),
+)
+
+
+def layer_arguments(layer: Any) -> Arguments:
+    """From an instance of GPTNeoXLayer to the arguments of its twin.
+
+    Raises:
+        PartitionError: something that the twin does not know.
+    """
+    attention, mlp = layer.attention, layer.mlp
+    config = attention.config
+    check_config(config)
+    kind = (config.rope_scaling or {}).get("rope_type", "default")
+    if kind != "default":
+        raise PartitionError(f"rope_scaling {kind!r} is not known, only 'default'")
+    eager = config._attn_implementation == "eager"
+    return (), {
+        "parameters": LAYER_PARAMETERS,
+        "attentions": False,
+        "always_masked": eager,
+        "num_attention_heads": config.num_attention_heads,
+        "attention_head_size": attention.head_size,
+        "hidden_size": attention.dense.out_features,
+        "intermediate_size": mlp.dense_h_to_4h.out_features,
+        "attention_dropout_prob": attention.attention_dropout,
+        "hidden_dropout_prob": same((layer.post_attention_dropout.p, layer.post_mlp_dropout.p), "dropouts"),
+        "activation": activation_of(mlp.act, "hidden_act"),
+        "layernorm_epsilon": same((layer.input_layernorm.eps, layer.post_attention_layernorm.eps), "epsilons of norms"),
+        "initializer_range": config.initializer_range,
+        "use_normal_initialization": True,
+        "causal_mask_size": sys.maxsize,  # the original has no limit
+        "pre_layernorm": True,
+        "post_layernorm": False,
+        "parallel_attention": bool(layer.use_parallel_residual),
+        "use_qkv_bias": attention.query_key_value.bias is not None,
+        "use_attention_dense_bias": attention.dense.bias is not None,
+        "rotary_dim": attention.rotary_ndims,
+        "rotary_base": config.rope_theta,
+        "rotary_in_fp32": True,
+        "hidden_rows": "all" if eager else "nothing",
+        "layer_idx": attention.layer_idx,
+    }
+
+
+def model_arguments(model: Any) -> Arguments:
+    """From an instance of GPTNeoXForCausalLM to the arguments of its twin.
+
+    Raises:
+        PartitionError: something that the twin does not know.
+    """
+    base = model.gpt_neox
+    layers = together([layer_arguments(layer) for layer in base.layers])
+    same((base.final_layer_norm.eps, layers["layernorm_epsilon"]), "epsilons of norms")
+    head = head_arguments(model, CALL, base.embed_in, None, base.final_layer_norm, model.embed_out)
+    return (), {**layers, **head, "embedding_dropout_prob": base.emb_dropout.p}
+
+
+RULES = (
+    *weight_and_bias("input_layernorm", "attention.pre_layernorm"),
+    *weight_and_bias("attention.query_key_value", "attention.qkv", HeadMajor(3, "num_attention_heads")),
+    *weight_and_bias("attention.dense", "attention.dense"),
+    *weight_and_bias("post_attention_layernorm", "output.pre_layernorm"),
+    *weight_and_bias("mlp.dense_h_to_4h", "output.dense1"),
+    *weight_and_bias("mlp.dense_4h_to_h", "output.dense2"),
+    *(Rule(f"attention.{name}", None) for name in ("bias", "masked_bias", "rotary_emb.inv_freq")),
+)
+FAMILY = family_of(
+    "gptneox",
+    "gpt_neox",
+    "transformers.models.gpt_neox.modeling_gpt_neox",
+    ("GPTNeoXForCausalLM", "GPTNeoXLayer"),
+    (model_arguments, layer_arguments),
+    lambda layer: layer.attention.config,
+    Names("gpt_neox", "layers", "embed_in", None, "emb_dropout", "final_layer_norm", "embed_out"),
+    RULES,
+    (("attention", "attention"), ("mlp", "output")),
+)
+translate_hf_state_dict_to_smdistributed = FAMILY.hf_to_smp
+translate_hf_state_dict_to_smdistributed_gptneox = FAMILY.hf_to_smp
+translate_state_dict_to_hf_gptneox = FAMILY.smp_to_hf
