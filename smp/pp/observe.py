@@ -86,22 +86,65 @@ def observing(observers: Observers, wanted: list[tuple[nn.Module, Observer]]) ->
 # -- transformers ------------------------------------------------------------------------------------------------------
 
 
+_GATHERERS = ("transformers.utils.output_capturing", "transformers.utils.generic")  # of transformers 5 and 4
+
+
 def recording_forward(module: nn.Module) -> Callable[..., Any] | None:
     """What stands in for the forward of a model whose layers lie on several stages, if it gathers its layers' outputs.
 
-    It does what the decorator `check_model_inputs` of `transformers` 4.57 does, with observers instead of changed
-    forwards. None for any other module.
+    It does what the decorators `capture_outputs` and `check_model_inputs` of `transformers` do, with observers instead
+    of hooks or changed forwards. None for any other module.
     """
     decorated = type(module).forward
-    generic = sys.modules.get("transformers.utils.generic")
-    code = getattr(decorated, "__code__", None)
-    if generic is None or code is None or code.co_filename != generic.__file__ or "forward" in module.__dict__:
+    if "forward" in module.__dict__:
         return None
-    held = dict(zip(code.co_freevars, decorated.__closure__ or (), strict=True))
-    if "tie_last_hidden_states" not in held:
-        return None
-    flags = generic._CAN_RECORD_REGISTRY.get(str(type(module)), {})
-    inner, tie = held["func"].cell_contents, held["tie_last_hidden_states"].cell_contents
+    for name in _GATHERERS:
+        gatherer = sys.modules.get(name)
+        registry = getattr(gatherer, "_CAN_RECORD_REGISTRY", None)
+        held = _closure_of(decorated, getattr(gatherer, "__file__", ""), "tie_last_hidden_states")
+        if registry is not None and held is not None:
+            flags = dict.get(registry, str(type(module))) or {}
+            if "transformers.utils.output_capturing" == name:
+                return _beside_hooks(module, flags, held["tie_last_hidden_states"])
+            return _instead_of_forwards(module, flags, held["func"], held["tie_last_hidden_states"])
+    return None
+
+
+def _closure_of(function: Any, file: str, name: str) -> dict[str, Any] | None:
+    """What a decorator's wrapper holds: of those around a function the one that is from `file` and has `name`."""
+    while function is not None:
+        code = getattr(function, "__code__", None)
+        if code is not None and code.co_filename == file and name in code.co_freevars:
+            cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+            return {variable: cell.cell_contents for variable, cell in cells}
+        function = getattr(function, "__wrapped__", None)
+    return None
+
+
+def _beside_hooks(module: Any, flags: dict[str, Any], tie: bool) -> Callable[..., Any]:
+    """transformers 5: its hooks gather in a list of their own, on each stage what happens there; that is set right."""
+    decorated = type(module).forward
+
+    @functools.wraps(decorated.__get__(module))
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        program = current.program
+        keys = [key for key in flags if _asked_for(module.config, key, kwargs)]
+        if program is None or not keys:
+            return decorated(module, *args, **kwargs)
+        return_dict = kwargs.pop("return_dict", None)
+        gathered: dict[str, tuple[Any, ...]] = dict.fromkeys(keys, ())
+        with observing(program.observers, _observers(module, flags, keys, gathered)):
+            outputs = decorated(module, *args, return_dict=True, **kwargs)
+        _add(outputs, gathered, flags, getattr(module.config, "tie_last_hidden_states", None) is not False and tie)
+        wants_dict = getattr(module.config, "return_dict", True) if return_dict is None else return_dict
+        return outputs if wants_dict else outputs.to_tuple()
+
+    return forward
+
+
+def _instead_of_forwards(module: Any, flags: dict[str, Any], inner: Any, tie: bool) -> Callable[..., Any]:
+    """transformers 4 would put other forwards on the modules inside."""
+    decorated = type(module).forward
 
     @functools.wraps(decorated.__get__(module))
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -187,11 +187,16 @@ def under_our_names(want: Result) -> Result:
 
 
 def assert_same(
-    got: Result, want: Result, model: Any, tolerance: float, what: str = "", without_gradient: str = ""
+    got: Result,
+    want: Result,
+    model: Any,
+    tolerance: float,
+    what: str = "",
+    without_gradient: str | tuple[str, ...] = (),
 ) -> None:
     """Losses, gradients (None included) and state of this rank against those of one process.
 
-    `without_gradient`: end of the names whose gradient is zero in truth, so that only rounding could be compared.
+    `without_gradient`: ends of the names whose gradient is zero in truth, so that only rounding could be compared.
     """
     want = under_our_names(want)
     assert len(got.losses) == len(want.losses)

@@ -50,6 +50,7 @@ def mixtral() -> nn.Module:
         output_router_logits=True,
         router_aux_loss_coef=0.1,
     )
+    config._experts_implementation = "eager"  # the kernel that newer versions prefer knows no float64
     return transformers.MixtralForCausalLM(config)
 
 
@@ -184,11 +185,16 @@ def loss_outside(output: Any) -> Tensor:
     return F.cross_entropy(scores, wanted)
 
 
+def layers_of(module: nn.Module) -> str:
+    """Where a model keeps its layers, as a pattern: newer versions have other names."""
+    return next(name for name, part in module.named_modules() if isinstance(part, nn.ModuleList)) + ".{}"
+
+
 GPT2_PLACES = [("transformer.wte", 0), *spread("transformer.h.{}", 4), ("transformer.ln_f", 0.9)]
 LLAMA_PLACES = [*spread("model.layers.{}", 4), ("model.norm", 0.9), ("lm_head", 0.9)]
 BERT_PLACES = spread("bert.encoder.layer.{}", 4)
 T5_PLACES = [("encoder.block.0", 0), ("encoder.block.1", 0.3), ("decoder.block.0", 0.6), ("decoder.block.1", 0.9)]
-NO_SOFTMAX = "key.bias"  # the same for every key, so softmax takes it away again
+NO_SOFTMAX = ("key.bias", "k_proj.bias")  # the same for every key, so softmax takes it away again
 
 TEXT_MODELS = {
     "gpt2": Case(gpt2, text, GPT2_PLACES, loss_of),
@@ -202,7 +208,7 @@ MODELS = {
     "mixtral": Case(mixtral, text, LLAMA_PLACES, loss_of),
     "bert_pretraining": Case(bert_pretraining, sentences, BERT_PLACES, loss_of, NO_SOFTMAX),
     "bert_classifier": Case(bert_classifier, classified, [*BERT_PLACES, ("classifier", 0.9)], loss_of, NO_SOFTMAX),
-    "vit": Case(vit, images, [*spread("vit.encoder.layer.{}", 4), ("classifier", 0.9)], loss_of, NO_SOFTMAX),
+    "vit": Case(vit, images, [*spread(layers_of(vit()), 4), ("classifier", 0.9)], loss_of, NO_SOFTMAX),
     "resnet": Case(
         ResNet,
         images,

@@ -21,7 +21,7 @@ VOCABULARY = 13
 class Case:
     """A model to compare. `batch(rows, generator)` gives keyword arguments: tensors split on axis 0, plain values.
 
-    `without_gradient`: end of the names of parameters whose gradient is zero in truth, as that of a bias that softmax
+    `without_gradient`: ends of the names of parameters whose gradient is zero in truth, as that of a bias that softmax
     does not see.
     """
 
@@ -29,7 +29,7 @@ class Case:
     batch: Callable[[int, torch.Generator], dict[str, Any]]
     places: Sequence[tuple[str, float]] = ()
     loss_of: Callable[[Any], Tensor] = field(default=lambda output: output)
-    without_gradient: str = ""
+    without_gradient: str | tuple[str, ...] = ()
 
     def stages(self, num_stages: int) -> dict[str, int]:
         return {path: min(int(part * num_stages), num_stages - 1) for path, part in self.places}
