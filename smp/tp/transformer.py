@@ -202,11 +202,16 @@ class DistributedTransformerLayer(DistributedModule):
         attention: Beside = self.attention(states, parallel=True)
         shared = attention.normed if self.options.single_pre_layernorm else None
         output: Beside = self.output(states, shared, parallel=True)
-        if attention.is_total:
-            return add(states.hidden, attention.out + output.out, self.options)
-        biases = [bias for bias in (attention.bias, output.bias) if bias is not None]
-        total = region.total(attention.out + output.out, sum(biases[1:], biases[0]) if biases else None)
-        return add(states.hidden, total, self.options)
+        changes = [half.out for half in (attention, output) if half.is_total]
+        parts = [half for half in (attention, output) if not half.is_total]
+        if parts:
+            biases = [half.bias for half in parts if half.bias is not None]
+            changes.append(region.total(_sum([half.out for half in parts]), _sum(biases) if biases else None))
+        return add(states.hidden, _sum(changes), self.options)
+
+
+def _sum(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else tensors[0] + tensors[1]
 
 
 class DistributedTransformer(DistributedModule):

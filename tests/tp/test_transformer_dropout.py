@@ -76,22 +76,31 @@ class Replaying(Twin):
         context = self._dropped(probabilities, "attention") @ v
         return self.linear(context.transpose(1, 2).flatten(2), f"{name}dense")
 
+    def layer(self, x: Tensor, mask: Any, name: str = "", *others: Any, **ids: Any) -> Tensor:
+        if not self.o.get("parallel_attention"):
+            return super().layer(x, mask, name)
+        first, second = (self.norm(x, f"{name}{half}.pre_layernorm") for half in ("attention", "output"))
+        change = self._dropped(self.attention(first, mask, f"{name}attention."), "hidden")
+        return x + change + self._dropped(self.mlp(second, f"{name}output."), "hidden")
+
     def _dropped(self, x: Tensor, kind: str) -> Tensor:
         drawn, mask = self.masks.pop(0)
         assert drawn == kind
         return x * mask
 
 
+@pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize("in_step", [False, True])
 @pytest.mark.parametrize("tp", [2, 4])
 @on_ranks(lambda a: a["tp"])
-def test_recorded_masks_replayed_give_the_same_gradients(tp, in_step):
+def test_recorded_masks_replayed_give_the_same_gradients(tp, in_step, parallel):
     """Every mask counts once and in its place, in each mode."""
     torch.set_default_dtype(torch.float64)
     try:
         for optimize, prescaled in MODES:
             setup(tp, prescaled, optimize)
-            module = smp.nn.DistributedTransformer(2, **SIZES, **PRE, **DROPOUT)
+            options = {**SIZES, **PRE, "parallel_attention": parallel}
+            module = smp.nn.DistributedTransformer(2, **options, **DROPOUT)
             randomise(module)
             weights = whole_weights(module)
             model = smp.DistributedModel(module)
@@ -102,7 +111,7 @@ def test_recorded_masks_replayed_give_the_same_gradients(tp, in_step):
             with recorded() as masks:
                 out = run(model, parts[own], own, in_step)
             twin = Replaying(
-                weights, [(kind, of_all(mask, kind, optimize, prescaled)) for kind, mask in masks], **SIZES, **PRE
+                weights, [(kind, of_all(mask, kind, optimize, prescaled)) for kind, mask in masks], **options
             )
             want = torch.cat(parts)
             for index in range(2):
