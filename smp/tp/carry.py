@@ -11,7 +11,7 @@ Delayed parameters have no values yet. Shells of theirs stay behind in the old m
 them; `delayed.materialize` makes ours from those.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -59,7 +59,7 @@ def plan(twin: DistributedModule, module: nn.Module, replacement: Replacement) -
     config = replacement.config(module)
     moves: list[Move] = []
     for name, param in twin.named_parameters():
-        move = _move(name, replacement.rules)
+        move = _move(name, replacement.rules, theirs)
         for source in move.theirs:
             if source not in theirs:
                 raise PartitionError(f"it has no parameter {source}, from which {name} of its twin would come")
@@ -72,12 +72,15 @@ def plan(twin: DistributedModule, module: nn.Module, replacement: Replacement) -
     return moves
 
 
-def _move(name: str, rules: Sequence[Rule]) -> Move:
+def _move(name: str, rules: Sequence[Rule], theirs: Container[str]) -> Move:
+    """By the rule whose names the module has; several may make one parameter, where versions of a library differ."""
+    moves = []
     for rule in rules:
         match = pattern_of(rule.ours).fullmatch(name) if rule.ours is not None else None
         if match is not None:
-            return Move(name, tuple(fill(source, match.groups()) for source in rule.sources), rule)
-    raise AssertionError(f"no rule for {name}")
+            moves.append(Move(name, tuple(fill(source, match.groups()) for source in rule.sources), rule))
+    assert moves, f"no rule for {name}"
+    return next((move for move in moves if all(source in theirs for source in move.theirs)), moves[0])
 
 
 def _check(move: Move, params: Sequence[nn.Parameter], ours: nn.Parameter, config: Any) -> None:

@@ -296,13 +296,22 @@ def remember_place(path: str, module: nn.Module, family: Family, replacement: Re
         for rule in replacement.rules
         if rule.tied_to is not None
     )
-    place = Place(prefix, prefix, replacement.rules, replacement.config(module), tied)
+    rules = _in_use(replacement.rules, module)
+    place = Place(prefix, prefix, rules, replacement.config(module), tied)
     _in_model.setdefault(family.name, (family, []))[1].append(place)
 
 
 def translate_functions() -> list[tuple[Callable[..., StateDict], Callable[..., StateDict]]]:
     """(smp_to_hf, hf_to_smp) for each family in the model."""
     return [(family.smp_to_hf, family.hf_to_smp) for family, _ in _in_model.values()]
+
+
+def _in_use(rules: Sequence[Rule], module: nn.Module) -> tuple[Rule, ...]:
+    """Of rules for one name of ours, those for names that the module has."""
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    used = {rule for rule in rules if any(pattern_of(rule.sources[0]).fullmatch(name) for name in names)}
+    replaced = {rule.ours for rule in used}
+    return tuple(rule for rule in rules if rule in used or rule.ours is None or rule.ours not in replaced)
 
 
 def _tensor_at(module: nn.Module, name: str) -> Tensor | None:

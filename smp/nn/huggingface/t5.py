@@ -3,8 +3,9 @@
 from typing import Any
 
 from smp.errors import PartitionError
+from smp.nn.huggingface.arguments import parameters_of, record_as
 from smp.nn.huggingface.t5_block import DistributedT5Block, DistributedUMT5Block, Sizes
-from smp.tp.families import FUSED_KV, FUSED_QKV, Family, Place, Replacement, Rule
+from smp.tp.families import FUSED_KV, FUSED_QKV, Arguments, Family, Place, Replacement, Rule
 
 
 def sizes_of(block: Any) -> Sizes:
@@ -15,7 +16,8 @@ def sizes_of(block: Any) -> Sizes:
     """
     first, dense = block.layer[0], block.layer[-1].DenseReluDense
     attention = first.SelfAttention
-    if attention.pruned_heads or any(layer.EncDecAttention.pruned_heads for layer in block.layer[1:-1]):
+    attentions = [attention, *(layer.EncDecAttention for layer in block.layer[1:-1])]
+    if any(getattr(part, "pruned_heads", None) for part in attentions):
         raise PartitionError("heads of its attention were pruned")
     if next(dense.act.parameters(), None) is not None:
         raise PartitionError(f"dense_act_fn: {type(dense.act).__name__} has parameters")
@@ -35,7 +37,14 @@ def sizes_of(block: Any) -> Sizes:
         gated=hasattr(dense, "wi_0"),
         activation=dense.act,
         layer_idx=attention.layer_idx,
+        parameters=parameters_of(block),
+        since_v5=not hasattr(attention, "pruned_heads"),
     )
+
+
+def _arguments(block: Any, twin: type[DistributedT5Block]) -> Arguments:
+    record_as(block, twin)
+    return (sizes_of(block),), {}
 
 
 def _same(*names: str) -> tuple[Rule, ...]:
@@ -62,7 +71,7 @@ def _replacement(cls: str, twin: type[DistributedT5Block]) -> Replacement:
     return Replacement(
         cls=f"transformers.models.{cls}",
         twin=twin,
-        arguments=lambda block: ((sizes_of(block),), {}),
+        arguments=lambda block: _arguments(block, twin),
         rules=RULES,
         config=lambda block: None,
     )

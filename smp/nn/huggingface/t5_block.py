@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from smp.comm.autograd import all_to_all, gather_slices
 from smp.errors import PartitionError, StepError
+from smp.nn.huggingface.arguments import additive, bound, causal_mask, filled_in, refuse
 from smp.tp.module import DistributedModule
 from smp.tp.region import Region
 
@@ -42,6 +43,9 @@ class Sizes:
         gated: whether the feed-forward part has a gate.
         activation: of the feed-forward part, element by element.
         layer_idx: under which number the block keeps keys and values in a cache.
+        parameters: names of the arguments of the block that is replaced.
+        since_v5: whether it is one of transformers 5: masks are bool, or left out where they hide nothing; softmax is
+            in the dtype of the scores; results are (hidden states, position bias, that of cross attention or None).
     """
 
     d_model: int
@@ -59,6 +63,8 @@ class Sizes:
     gated: bool
     activation: nn.Module
     layer_idx: int | None
+    parameters: tuple[str, ...]
+    since_v5: bool
 
 
 def buckets(distance: Tensor, num_buckets: int, max_distance: int, *, bidirectional: bool) -> Tensor:
@@ -160,61 +166,75 @@ class DistributedT5Block(DistributedModule):
             self.layer.append(_Layer(sizes, "EncDecAttention", _Attention(sizes, cross=True)))
         self.layer.append(_Layer(sizes, "DenseReluDense", _FeedForward(sizes)))
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        position_bias: Tensor | None = None,
-        encoder_hidden_states: Tensor | None = None,
-        encoder_attention_mask: Tensor | None = None,
-        encoder_decoder_position_bias: Tensor | None = None,
-        layer_head_mask: Tensor | None = None,
-        cross_attn_layer_head_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        use_cache: bool = False,
-        output_attentions: bool = False,
-        return_dict: bool = True,
-        cache_position: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
-        """As the block of transformers: hidden states [N, S, d_model], additive masks [N, 1, S or 1, K] -> (hidden
-        states, position bias, attention probabilities if asked for, and both of the cross attention if there is one).
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the block of transformers: `hidden_states` [N, S, d_model], additive or bool masks [N, 1, S or 1, K] ->
+        (hidden states, position bias, attention probabilities if asked for, and both of the cross attention).
 
         Raises:
-            StepError: a head mask, or the position bias of a block that is whole.
+            StepError: an argument that the twin does not know, as a head mask, or the position bias of a whole block.
         """
-        if layer_head_mask is not None or cross_attn_layer_head_mask is not None:
-            raise StepError(
-                "head_mask: a block of T5 that is split takes none; leave it out, or leave the blocks whole: "
-                "smp.set_tensor_parallelism(block, False)"
-            )
-        run = _Run(self, hidden_states, output_attentions, past_key_values, cache_position)
-        run.attend(self.layer[0], None, attention_mask, position_bias)
-        if self.is_decoder and encoder_hidden_states is not None:
-            run.attend(self.layer[1], encoder_hidden_states, encoder_attention_mask, encoder_decoder_position_bias)
-        run.feed_forward(self.layer[-1])
-        return (run.region.leave(run.hidden), *run.more)
+        run = _Run(self, bound(self.sizes.parameters, args, kwargs), kwargs.get("cache_position"))
+        return self._result(run.region.leave(run.hidden), run)
+
+    def _result(self, hidden: Tensor, run: "_Run") -> Any:
+        """In the form in which the original returns it."""
+        if not self.sizes.since_v5:
+            told = zip(run.biases, run.probabilities) if run.probabilities else zip(run.biases)
+            return hidden, *(value for pair in told for value in pair)
+        return hidden, run.biases[0], run.biases[1] if len(run.biases) > 1 else None
 
 
 class _Run:
     """One forward of a block.
 
+    Args:
+        block: the block.
+        given: arguments by the original's names.
+        cache_position: [S], which places of the sequence these are; None: those behind what is in the cache.
+
     Attributes:
         region: where the block works.
         hidden: hidden states inside of it.
-        more: what the block returns besides them.
+        seen: how many places the cache holds already.
+        biases: position biases of self attention and cross attention, to be handed on.
+        probabilities: those of both attentions, if they are asked for.
     """
 
-    def __init__(
-        self, block: DistributedT5Block, hidden: Tensor, tell: bool, cache: Any, cache_position: Tensor | None
-    ) -> None:
+    def __init__(self, block: DistributedT5Block, given: dict[str, Any], cache_position: Tensor | None) -> None:
         self.block, self.sizes = block, block.sizes
+        hidden, mask = given.pop("hidden_states"), given.pop("attention_mask", None)
+        states, cross_mask = given.pop("encoder_hidden_states", None), given.pop("encoder_attention_mask", None)
+        bias = given.pop("position_bias", None)
+        cross_bias = given.pop("encoder_decoder_position_bias", None)
+        self.tell = not self.sizes.since_v5 and bool(given.pop("output_attentions", False))
+        caches = [given.pop(name, None) for name in ("cache", "past_key_values")]
+        self.cache: Any = next((cache for cache in caches if cache is not None), None)
+        refuse(**given)
         self.region = Region.of(block, hidden)
         self.rows, self.length = hidden.shape[0], hidden.shape[1]
+        self.cache_position = cache_position
+        self.seen = 0 if self.cache is None else self.cache.get_seq_length(self.sizes.layer_idx)
+        self.biases: list[Tensor] = []
+        self.probabilities: list[Tensor] = []
+        if self.sizes.since_v5:
+            mask, cross_mask = self._masks(hidden, mask, cross_mask)
         self.hidden = self.region.enter(hidden)
-        self.tell, self.cache, self.cache_position = tell, cache, cache_position
-        self.more: list[Tensor] = []
         layers: list[Any] = list(block.layer)
         self._norms = iter(self.region.whole(*(layer.layer_norm.weight for layer in layers)))
+        self.attend(layers[0], None, mask, bias)
+        if self.sizes.is_decoder and states is not None:
+            self.attend(layers[1], states, cross_mask, cross_bias)
+        elif self.sizes.is_decoder:
+            next(self._norms)
+        self.feed_forward(layers[-1])
+
+    def _masks(self, hidden: Tensor, mask: Tensor | None, cross_mask: Tensor | None) -> list[Any]:
+        """Additive, and there where leaving them out means something."""
+        causal = self.sizes.is_decoder
+        mask, cross_mask = filled_in(self.block, hidden, [(mask, causal), (cross_mask, False)])
+        if mask is None and causal and self.length > 1:
+            mask = causal_mask(hidden)
+        return [None if part is None else additive(part, hidden.dtype) for part in (mask, cross_mask)]
 
     def _normed(self) -> Tensor:
         """Root mean square norm of the hidden states; the square in float32, whatever they are."""
@@ -258,13 +278,14 @@ class _Run:
         query, key, value = self._query_key_value(attention, states)
         scores = query @ key.transpose(-1, -2)
         bias = self._bias(attention, mask, key.shape[2]) if bias is None else _taken_over(bias)
-        self.more.append(bias.unsqueeze(2))
-        probabilities = (scores + bias).float().softmax(-1).to(scores.dtype)
+        self.biases.append(bias.unsqueeze(2))
+        scores = scores + bias
+        probabilities = scores.softmax(-1) if self.sizes.since_v5 else scores.float().softmax(-1).to(scores.dtype)
         probabilities = self._inner_dropout(probabilities, self.sizes.attention_dropout)
         context = (probabilities @ value).transpose(1, 2).flatten(2)
         self._add(self.region.row(context, attention.o.weight, None))
         if self.tell:
-            self.more.append(self._of_all_heads(probabilities))
+            self.probabilities.append(self._of_all_heads(probabilities))
 
     def _query_key_value(self, attention: Any, states: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """[rows, own heads, S or K, d_kv] each; rows of all batches that the block works on."""
@@ -291,7 +312,8 @@ class _Run:
             return key, value
         if hasattr(cache, "is_updated"):  # a pair of caches
             cache = cache.cross_attention_cache if cross else cache.self_attention_cache
-        key, value = cache.update(key, value, idx, {"cache_position": None if cross else self.cache_position})
+        more = () if cross or self.cache_position is None else ({"cache_position": self.cache_position},)
+        key, value = cache.update(key, value, idx, *more)
         if cross and hasattr(self.cache, "is_updated"):
             self.cache.is_updated[idx] = True
         return key, value
@@ -304,7 +326,7 @@ class _Run:
             return mask
         keys, queries = torch.arange(num_keys, device=mask.device), self.cache_position
         if queries is None:
-            queries = torch.arange(self.length, device=mask.device)
+            queries = torch.arange(self.length, device=mask.device) + self.seen
         entries = buckets(
             keys[None, :] - queries[:, None].to(mask.device),
             self.sizes.num_buckets,
@@ -338,33 +360,9 @@ def _taken_over(bias: Tensor) -> Tensor:
 class DistributedUMT5Block(DistributedT5Block):
     """The twin of UMT5Block: every block has position biases of its own and hands none on."""
 
-    def forward(  # type: ignore[override]
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        encoder_hidden_states: Tensor | None = None,
-        encoder_attention_mask: Tensor | None = None,
-        layer_head_mask: Tensor | None = None,
-        cross_attn_layer_head_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        use_cache: bool = False,
-        output_attentions: bool = False,
-        cache_position: Tensor | None = None,
-    ) -> tuple[Tensor | None, ...]:
-        """As UMT5Block: (hidden states, with `output_attentions` the probabilities of both attentions)."""
-        hidden, *more = super().forward(
-            hidden_states,
-            attention_mask,
-            None,
-            encoder_hidden_states,
-            encoder_attention_mask,
-            None,
-            layer_head_mask,
-            cross_attn_layer_head_mask,
-            past_key_values,
-            output_attentions=output_attentions,
-            cache_position=cache_position,
-        )
-        if not output_attentions:
+    def _result(self, hidden: Tensor, run: _Run) -> Any:
+        if self.sizes.since_v5:
+            return hidden
+        if not run.tell:
             return (hidden,)
-        return hidden, more[1], more[3] if len(more) > 2 else None
+        return hidden, run.probabilities[0], run.probabilities[1] if len(run.probabilities) > 1 else None
