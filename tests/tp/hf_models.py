@@ -34,6 +34,10 @@ MODES = pytest.mark.parametrize(  # both kinds of batches, both ways to communic
     ids=["joined-speed", "joined-memory", "prescaled-speed", "prescaled-memory"],
 )
 
+TWO_MODES = pytest.mark.parametrize(
+    ("prescaled", "optimize"), [(False, "memory"), (True, "speed")], ids=["joined-memory", "prescaled-speed"]
+)
+
 
 def setup_of(prescaled: bool, optimize: str, **options: Any) -> Setup:
     config = {"optimize": optimize, **options.pop("config", {})}

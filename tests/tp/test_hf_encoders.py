@@ -20,7 +20,18 @@ from smp.tp.delayed import materialize
 from tests.harness import on_ranks
 from tests.parity.compare import assert_close, build, job_batch, rows_of
 from tests.tp import hf_models
-from tests.tp.hf_models import BERTS, MODES, ROBERTAS, VITS, bert, check_split, dropout_by_value, setup_of, vit
+from tests.tp.hf_models import (
+    BERTS,
+    MODES,
+    ROBERTAS,
+    TWO_MODES,
+    VITS,
+    bert,
+    check_split,
+    dropout_by_value,
+    setup_of,
+    vit,
+)
 from tests.tp.test_convert import warnings_of
 from tests.tp.twins import config, tp_group
 
@@ -93,7 +104,7 @@ def test_split_layers_train_over_two_stages(name, prescaled, optimize):
         check_split(case, setup)
 
 
-@MODES
+@TWO_MODES
 @ONE_OF_EACH
 @on_ranks(4, timeout=120)
 def test_split_layers_train_with_replicas(name, prescaled, optimize):
@@ -110,7 +121,7 @@ def test_four_parts():
         check_split(case, setup_of(False, optimize, tp=4, steps=1))
 
 
-@MODES
+@TWO_MODES
 @on_ranks(2, timeout=120)
 def test_hidden_dropout_stands_where_it_stood(prescaled, optimize):
     """With its own probability, in training only."""
@@ -139,7 +150,7 @@ def test_dropout_of_probabilities_is_that_of_the_configuration():
 # Values and outputs
 
 
-@MODES
+@TWO_MODES
 @EVERY
 @on_ranks(2, config=lambda a: config(2, a["prescaled"], optimize=a["optimize"]))
 def test_scores_and_hidden_states_are_those_of_the_original(name, prescaled, optimize):

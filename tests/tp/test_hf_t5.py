@@ -18,7 +18,7 @@ from smp.tp.shard import spec_of
 from tests.harness import on_ranks
 from tests.parity.compare import assert_close, build, job_batch, rows_of
 from tests.tp import hf_models
-from tests.tp.hf_models import MODES, T5S, check_split, dropout_by_value, setup_of, t5
+from tests.tp.hf_models import MODES, T5S, TWO_MODES, check_split, dropout_by_value, setup_of, t5
 from tests.tp.test_convert import warnings_of
 from tests.tp.twins import config, tp_group
 
@@ -78,14 +78,14 @@ def test_split_blocks_train_over_two_stages(name, prescaled, optimize):
         check_split(T5S[name], setup)
 
 
-@MODES
+@TWO_MODES
 @on_ranks(4, timeout=120)
 def test_split_blocks_train_with_replicas(prescaled, optimize):
     """tp 2 x rdp 2."""
     check_split(T5S["gated, untied"], setup_of(prescaled, optimize, steps=1))
 
 
-@MODES
+@TWO_MODES
 @on_ranks(2, timeout=120)
 def test_a_cache_that_is_left_on_changes_nothing(prescaled, optimize):
     """As models of transformers come; they fill it in training too."""
@@ -124,7 +124,7 @@ def test_dropout_leaves_ranks_of_a_shared_batch_alike(optimize):
 # Values and outputs
 
 
-@MODES
+@TWO_MODES
 @EVERY
 @on_ranks(2, config=lambda a: config(2, a["prescaled"], optimize=a["optimize"]))
 def test_outputs_are_those_of_the_original(name, prescaled, optimize):
