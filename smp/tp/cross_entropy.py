@@ -157,9 +157,10 @@ class _CrossEntropy(torch.autograd.Function):
                 piece -= ctx.smoothing / columns.classes
             piece *= scale[rows]
             if columns.num:
-                piece.scatter_add_(1, index[rows], picked[rows])
+                at = index[rows]  # one for each row: no addition, whose order might vary on a device
+                piece.scatter_(1, at, piece.gather(1, at) + picked[rows])
             result[rows, : columns.num] = piece
-        return result.view(logits.shape), None, None, None, None, None, None
+        return result.reshape(logits.shape), None, None, None, None, None, None
 
 
 def _of_part(x: Tensor, index: Tensor, own: Tensor, columns: Columns, smoothing: float) -> Tensor:

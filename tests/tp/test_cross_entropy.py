@@ -90,13 +90,21 @@ def assert_equals_torch(
 @both_modes
 @on_tp()
 def test_losses_and_gradients_are_those_of_torch(tp, prescaled):
-    """Places in one to three dimensions, every reduction, smoothing, vocabularies that divide and that do not."""
+    """Places in one to three dimensions, every reduction, smoothing, vocabularies that divide and that do not, any
+    layout in memory."""
     for shape in SHAPES:
         for reduction in ("none", "mean", "sum"):
             for smoothing in (0.0, 0.1, 1.0):
                 for classes in (VOCABULARY, 12):
                     options = {"reduction": reduction, "label_smoothing": smoothing}
                     assert_equals_torch(batches(shape, classes), **options)
+    if prescaled:  # logits whose memory is laid out another way, as those of a transposed product
+        whole, target = batches((4, 3), 12)[0]
+        strided = own_columns(whole)[0].transpose(0, 2).contiguous().transpose(0, 2).requires_grad_()
+        plain = own_columns(whole)[0].requires_grad_()
+        for logits in (strided, plain):
+            vocabulary_parallel_cross_entropy(logits, target).backward()
+        torch.testing.assert_close(strided.grad, plain.grad)
     parts = [(logits, target.clamp_min(3)) for logits, target in batches((6,), VOCABULARY)]
     assert_equals_torch(parts, ignore_index=3)
 
