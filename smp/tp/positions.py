@@ -110,7 +110,7 @@ def score_mask(
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, smallest)
         else:
             mask = mask.to(dtype).clamp(min=smallest)
-        bias = mask if bias is None else mask + bias.to(dtype)
+        bias = mask if bias is None else (mask + bias.to(dtype)).clamp(min=smallest)
     assert bias is not None
     if seen is not None:
         bias = bias.masked_fill(~seen, smallest if hidden_rows == "all" else -math.inf)

@@ -210,9 +210,15 @@ def test_slopes_of_heads_are_those_of_the_paper():
 @on_ranks(2)
 def test_rows_that_see_only_masked_places_stay_finite(prescaled, optimize):
     """A row of padding alone must not turn the weights' gradients to NaN; half precision has other limits."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for dtype, use_alibi in [
+        (torch.float32, False),
+        (torch.bfloat16, True),
+        (torch.float16, False),
+        (torch.float16, True),
+    ]:
         setup(2, prescaled, optimize)
-        layer = smp.nn.DistributedAttentionLayer(**SIZES, **NO_DROPOUT, causal_mask_size=16).to(dtype)
+        layer = smp.nn.DistributedAttentionLayer(**SIZES, **NO_DROPOUT, causal_mask_size=16, use_alibi=use_alibi)
+        layer.to(dtype)
         for mask in (
             torch.full((N, 1, 1, S), torch.finfo(torch.float32).min),
             torch.full((N, 1, 1, S), -torch.inf),
