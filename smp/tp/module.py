@@ -23,7 +23,8 @@ class DistributedModule(nn.Module):
     Such a module computes what its undistributed twin computes on the same batch. With `prescaled_batch` that is the
     batch each rank passes in, the same on all tp_ranks. Otherwise each tp_rank passes its own batch: the module works
     on the batches of the group joined along dimension 0 and hands each rank its own part back. All tp_ranks then have
-    to bring the same shape.
+    to bring the same shape. What is computed outside of such modules (the mean of a loss, statistics of a batch norm,
+    the balance of a router) is that of the rank's own batch, as in data parallelism.
 
     Subclasses make their parameters with `create_parameter`.
 

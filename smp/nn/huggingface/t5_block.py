@@ -152,6 +152,8 @@ class DistributedT5Block(DistributedModule):
         PartitionError: the heads or d_ff do not divide by the tensor-parallel degree.
     """
 
+    on_one_stage = True  # it computes with the weights of the modules in it
+
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.sizes, self.is_decoder = sizes, sizes.is_decoder
