@@ -11,7 +11,16 @@ from torch import Tensor, nn
 from smp.errors import PartitionError, StepError, UsageError
 from smp.tp.module import DistributedModule
 from smp.tp.options import Options, check_norms
-from smp.tp.positions import alibi, alibi_slopes, angles, rotated, score_mask, visible
+from smp.tp.positions import (
+    alibi,
+    alibi_slopes,
+    angles,
+    hides_everything,
+    rotated,
+    score_mask,
+    visible,
+    weights_of,
+)
 from smp.tp.region import Region, Spread, States, open_region
 
 
@@ -293,7 +302,9 @@ class DistributedAttentionLayer(Block):
             )
         bias, is_causal = self._score_mask(q, k, mask, causal)
         p = self.attention_dropout_prob if self.training else 0.0
-        if not self.options.flash_attention or (mask is not None and self.options.hidden_rows != "nothing"):
+        hides = bias is not None and bias.dtype != torch.bool  # under a bool mask kernels are right
+        hides = hides and hides_everything(mask, q.shape[2], k.shape[2], causal, self.options.attention_window)
+        if hides or not self.options.flash_attention:
             return self._attend_plainly(region, q, k, v, bias, is_causal, p)
         options: dict[str, Any] = {"is_causal": is_causal, "scale": self.scale, "enable_gqa": k.shape[1] != q.shape[1]}
         if p == 0.0:
@@ -304,18 +315,10 @@ class DistributedAttentionLayer(Block):
     def _attend_plainly(
         self, region: Region, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, p: float
     ) -> Tensor:
-        """What the fused kernel computes, by definition. Where an additive mask hides every key, its gradient is right
-        too: torch's kernel for the CPU then weighs each key with 1 in backward."""
+        """What the fused kernel computes, by definition. Its gradient is right too where a mask hides every key, see
+        `hides_everything`."""
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-        scores = q @ k.transpose(-1, -2) * self.scale
-        if is_causal:
-            bias = visible(q.shape[2], k.shape[2], None, q.device)
-        if bias is None:
-            weights = scores.softmax(-1)
-        elif bias.dtype == torch.bool:  # a row that sees nothing is 0
-            weights = scores.masked_fill(~bias, torch.finfo(q.dtype).min).softmax(-1).masked_fill(~bias, 0.0)
-        else:
-            weights = (scores + bias).softmax(-1)
+        weights = weights_of(q, k, bias, is_causal, self.scale)
         if p > 0.0:
             with region.drawing(q, equal=False):
                 weights = F.dropout(weights, p)

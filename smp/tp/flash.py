@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from smp import log
 from smp.errors import UsageError
-from smp.tp.positions import alibi, alibi_slopes, score_mask, visible
+from smp.tp.positions import alibi, alibi_slopes, hides_everything, score_mask, visible, weights_of
 
 
 class FlashAttentionLayer(nn.Module):
@@ -79,11 +79,15 @@ class FlashAttentionLayer(nn.Module):
         if attn_mask is not None or bias is not None:
             seen = visible(length, length, None, query.device) if causal else None
             kernel_mask = score_mask(attn_mask, bias, seen, query.dtype)
+        p, scale = self.attention_dropout_prob if self.training else 0.0, self.score_scale(qkv.shape[4])
+        bool_mask = kernel_mask is None or kernel_mask.dtype == torch.bool  # with which kernels are right
+        if not bool_mask and hides_everything(attn_mask, length, length, causal, None):
+            return F.dropout(weights_of(query, key, kernel_mask, False, scale), p) @ value
         return F.scaled_dot_product_attention(
             *(query, key, value, kernel_mask),
-            dropout_p=self.attention_dropout_prob if self.training else 0.0,
+            dropout_p=p,
             is_causal=causal and kernel_mask is None,
-            scale=self.score_scale(qkv.shape[4]),
+            scale=scale,
         )
 
     def score_scale(self, head_size: int) -> float:

@@ -32,8 +32,9 @@ class Options:
             may be a sequence, one for each layer.
         use_alibi, alibi_bias_max: scores get -distance * 2^(-alibi_bias_max * k / heads) for head k = 1, 2, ..
         hidden_rows: what a place attends to all of whose keys a bool mask hides: "nothing"; "visible": to all of them
-            alike that causality lets it see; "all": to all places alike. Libraries differ here. With the last two
-            masked attention is computed by its definition: torch's fused kernel for the CPU has other gradients there.
+            alike that causality lets it see; "all": to all places alike. Libraries differ here. Where an additive mask
+            hides all keys it is the second one. Such attention is computed by its definition: torch's fused kernel for
+            the CPU has other gradients there.
         parallel_attention: attention and MLP both read the layer's input: x + attention(x) + mlp(x).
         single_pre_layernorm: with parallel_attention: both read the same normalised input.
         norm: layer norm or root mean square norm.

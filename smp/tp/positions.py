@@ -5,9 +5,12 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from smp.comm.collectives import is_structure
 from smp.tp.options import HiddenRows
+
+_HIDDEN = -1e4  # what an additive mask has where a place is not to be seen, or less
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -115,3 +118,54 @@ def score_mask(
     if seen is not None:
         bias = bias.masked_fill(~seen, smallest if hidden_rows == "all" else -math.inf)
     return bias.to(dtype)
+
+
+def weights_of(q: Tensor, k: Tensor, bias: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+    """What attention weighs values with, by definition: softmax(scale * q k' + bias), [N, heads, Sq, Sk].
+
+    Args:
+        q, k: [N, heads, Sq or Sk, d].
+        bias: as out of `score_mask`.
+        is_causal: there is no bias but the causal mask.
+    """
+    scores = q @ k.transpose(-1, -2) * scale
+    if is_causal:
+        bias = visible(q.shape[2], k.shape[2], None, q.device)
+    if bias is None:
+        return scores.softmax(-1)
+    if bias.dtype == torch.bool:  # a row that sees nothing is 0
+        return scores.masked_fill(~bias, torch.finfo(q.dtype).min).softmax(-1).masked_fill(~bias, 0.0)
+    nothing = (bias == -math.inf).all(-1, keepdim=True)
+    return (scores + bias.masked_fill(nothing, 0.0)).softmax(-1).masked_fill(nothing, 0.0)
+
+
+# One mask goes to all layers, so it is looked at once: what it came to, by the mask's version and the other arguments.
+_looked_at: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def hides_everything(mask: Tensor | None, num_queries: int, num_keys: int, causal: bool, window: int | None) -> bool:
+    """Whether some query sees only places that the user's mask hides, see `Options.hidden_rows`.
+
+    Kernels cannot be trusted with such a query: they keep the log of the sum of exponentials, in which the log of the
+    number of places is lost beside the mask's value, and weigh each place with 1 in backward.
+
+    Args:
+        mask: as for `score_mask`; the others as for `visible`.
+    """
+    if mask is None or is_structure(mask):
+        return False
+    how = (num_queries, num_keys, causal, window)
+    if mask.is_inference():  # it has no version
+        return _hides_everything(mask.detach(), *how)
+    known: dict[object, bool] = _looked_at.setdefault(mask, {})
+    key = (mask._version, *how)
+    if key not in known:
+        known[key] = _hides_everything(mask.detach(), *how)
+    return known[key]
+
+
+def _hides_everything(mask: Tensor, num_queries: int, num_keys: int, causal: bool, window: int | None) -> bool:
+    hidden = ~mask if mask.dtype == torch.bool else mask <= _HIDDEN
+    if causal:
+        hidden = hidden | ~visible(num_queries, num_keys, window, mask.device)
+    return bool(hidden.all(-1).any())

@@ -1,5 +1,7 @@
 """Distributed attention against attention on whole weights: heads, masks, positions, dropout."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from tests.tp.test_transformer import NO_DROPOUT, PRE, N, S, grid, hidden, on_tp
 from tests.tp.transformer_twin import Twin, assert_equals_twin, setup
 from tests.tp.twins import tp_group
 
+SMALLEST = torch.finfo(torch.float64).min
 SIZES = {"num_attention_heads": 4, "attention_head_size": 6, "hidden_size": 16}
 ATTENTION_ONLY = {"attention_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
 
@@ -231,3 +234,62 @@ def test_rows_that_see_only_masked_places_stay_finite(prescaled, optimize):
             assert all(param.grad.isfinite().all() for param in layer.parameters())
     assert tp_group().size == 2
     runtime.reset()
+
+
+def hiding(kind: str) -> torch.Tensor:
+    """Masks under which some query of the second sentence sees nothing that is not hidden."""
+    mask = torch.zeros(N, 1, 1 if kind != "one query" else S, S, dtype=torch.float64)
+    mask[1, :, 1 if kind == "one query" else 0] = {"infinite": -math.inf, "milliard": -1e9}.get(kind, SMALLEST)
+    if kind == "start":
+        mask[1, ..., 2:] = 0
+    return mask == 0 if kind == "bool" else mask
+
+
+@pytest.mark.parametrize("causal", [None, 16])
+@pytest.mark.parametrize("kind", ["infinite", "smallest", "milliard", "one query", "start"])
+@on_ranks(2)
+def test_gradients_are_right_where_a_mask_hides_everything(kind, causal):
+    """A query weighs all the places that it would see alike, forward and backward; kernels get the latter wrong."""
+    options, mask = {**SIZES, **PRE, "causal_mask_size": causal}, hiding(kind)
+    setup(2, False, "memory")
+    assert_equals_twin(
+        lambda: smp.nn.DistributedAttentionLayer(**options, **ATTENTION_ONLY),
+        lambda g: (hidden(g),),
+        lambda module, x: module((*x, mask)),
+        lambda w, x: run_twin(w, options, *x, mask.clamp(min=SMALLEST)),
+    )
+    runtime.reset()
+
+
+@pytest.mark.parametrize("kind", ["bool", "infinite", "smallest", "one query", "start"])
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("causal", [None, 16])
+@on_ranks(1)
+def test_the_kernel_and_the_definition_agree_where_a_mask_hides_everything(kind, alibi, causal):
+    results = []
+    for kernel in (True, False):
+        setup(1, False, "speed")
+        torch.manual_seed(0)
+        options = {**SIZES, **ATTENTION_ONLY, "use_alibi": alibi, "causal_mask_size": causal}
+        layer = smp.nn.DistributedAttentionLayer(**options, flash_attention=kernel).double()
+        x = torch.randn(N, S, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True)
+        out = layer((x, hiding(kind)))
+        (out * torch.linspace(0.5, 1.5, out.numel(), dtype=out.dtype).view(out.shape)).sum().backward()
+        results.append([out.detach(), x.grad, *(param.grad for param in layer.parameters())])
+    for got, want in zip(*results):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+    runtime.reset()
+
+
+@pytest.mark.parametrize("kind", ["infinite", "smallest", "one query", "start"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_attention_has_the_gradients_of_masks_that_hide_everything(kind, causal):
+    """Against the same layer with a mask that has a gradient, for which torch takes plain operations."""
+    mask, results = hiding(kind), []
+    for given in (mask, mask.clamp(min=SMALLEST).requires_grad_()):
+        qkv = torch.randn(N, S, 3, 2, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        out = smp.nn.FlashAttentionLayer(0.0)(qkv.requires_grad_(), given, causal)
+        (out * torch.linspace(0.5, 1.5, out.numel(), dtype=out.dtype).view(out.shape)).sum().backward()
+        results.append((out.detach(), qkv.grad))
+    for got, want in zip(*results):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
