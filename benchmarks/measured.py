@@ -123,6 +123,7 @@ def sent(sizes: dict[str, int], batch: int, config: dict[str, Any]) -> Built:
     step, _ = tensor_parallel(sizes, batch, config)
     size = sizes["degree"]
     shares = {"start_all_reduce": 2 / size, "all_gather": 1.0, "reduce_scatter": 1 / size, "all_to_all": 1 / size}
+    shares |= {"start_all_gather": 1.0, "start_reduce_scatter": 1 / size}
     total = 0.0
 
     def counting(name: str) -> Callable[..., Any]:

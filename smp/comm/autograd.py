@@ -132,12 +132,14 @@ class _GatherLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
-        grad_x = grad_weight = None
-        if need_x:
-            grad_x = collectives.reduce_scatter(grad @ weight, ctx.group, ctx.dim)
-        if need_weight:
-            grad_weight = _weight_gradient(collectives.all_gather(x, ctx.group, ctx.dim), grad)
-        return grad_x, grad_weight, grad.flatten(0, -2).sum(0) if need_bias else None, None, None, None
+        # Each message travels while a product is computed.
+        gathered = collectives.start_all_gather(x, ctx.group, ctx.dim) if need_weight else None
+        partial = grad @ weight if need_x else None
+        whole = gathered() if gathered is not None else None
+        scattered = collectives.start_reduce_scatter(partial, ctx.group, ctx.dim) if partial is not None else None
+        grad_weight = _weight_gradient(whole, grad) if whole is not None else None
+        grad_bias = grad.flatten(0, -2).sum(0) if need_bias else None
+        return scattered() if scattered is not None else None, grad_weight, grad_bias, None, None, None
 
 
 class _GatheredLinear(torch.autograd.Function):
@@ -154,11 +156,11 @@ class _GatheredLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         part, weight = ctx.saved_tensors
         need_whole, _, need_weight, need_bias, *_ = ctx.needs_input_grad
-        grad_weight = None
-        if need_weight:
-            grad_weight = _weight_gradient(collectives.all_gather(part, ctx.group, ctx.dim), grad)
+        gathered = collectives.start_all_gather(part, ctx.group, ctx.dim) if need_weight else None
+        grad_whole = grad @ weight if need_whole else None
+        grad_weight = _weight_gradient(gathered(), grad) if gathered is not None else None
         grad_bias = grad.flatten(0, -2).sum(0) if need_bias else None
-        return grad @ weight if need_whole else None, None, grad_weight, grad_bias, None, None
+        return grad_whole, None, grad_weight, grad_bias, None, None
 
 
 class _CopyInLinear(torch.autograd.Function):

@@ -31,6 +31,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -102,18 +103,19 @@ def all_gather(tensor: Tensor, group: Group, dim: int = 0, *, checked: bool | st
         return torch.cat([tensor] * group.size, dim)
     source = _dense(tensor)
     call = _called("all_gather", checked)
-    comm = _mpi_comm(tensor, group)
-    if comm is not None and checked:
+    if checked and _mpi_comm(tensor, group) is not None:
         return _joined(exchange([source] * group.size, group, call), dim)
-    out = source.new_empty((group.size, *source.shape))
-    if comm is not None:
-        _wait(comm.Iallgather(memory(source), memory(out)), call, group)
-        return _joined(out, dim)
     if checked:
         _check_digest(source, group, call)
-    with _blocking("all_gather", group):
-        dist.all_gather_into_tensor(out.view(-1), source.view(-1), group=group.process_group)
-    return _joined(out, dim)
+    return _joined(_gather(source, group)(), dim)
+
+
+def start_all_gather(tensor: Tensor, group: Group, dim: int = 0) -> Callable[[], Tensor]:
+    """As `all_gather` without a check, see `start_all_reduce`."""
+    if group.size == 1 or is_structure(tensor):
+        return partial(all_gather, tensor, group, dim)
+    finish = _gather(_dense(tensor), group)
+    return lambda: _joined(finish(), dim)
 
 
 def reduce_scatter(tensor: Tensor, group: Group, dim: int = 0) -> Tensor:
@@ -122,24 +124,12 @@ def reduce_scatter(tensor: Tensor, group: Group, dim: int = 0) -> Tensor:
     Raises:
         CommError: `dim` does not divide by the size of the group.
     """
-    if group.size == 1:
-        return tensor
-    pieces = _pieces(tensor, group, dim, "reduce_scatter")
-    if is_structure(tensor):
-        return pieces[group.rank]
-    comm = _mpi_comm(tensor, group)
-    if comm is not None and _by_messages("reduce_scatter", tensor, group):
-        sent = [piece if rank == group.rank else _dense(piece) for rank, piece in enumerate(pieces)]
-        return start_exchange_sum(sent, group, "reduce_scatter")()
-    source = _stacked(pieces)
-    out = torch.empty_like(source[0])
-    if comm is None:
-        with _blocking("reduce_scatter", group):
-            dist.reduce_scatter_tensor(out.view(-1), source.view(-1), group=group.process_group)
-        return out
-    send, receive = source.numpy(), out.numpy()
-    _wait(comm.Ireduce_scatter_block(send, receive), "reduce_scatter", group)
-    return out
+    return _reduce_scatter(tensor, group, dim)()
+
+
+def start_reduce_scatter(tensor: Tensor, group: Group, dim: int = 0) -> Callable[[], Tensor]:
+    """As `reduce_scatter`, see `start_all_reduce`."""
+    return _reduce_scatter(tensor, group, dim)
 
 
 def all_to_all(tensor: Tensor, group: Group, split_dim: int, concat_dim: int, *, checked: bool | str = False) -> Tensor:
@@ -219,27 +209,59 @@ def _wait(request: Any, call: str, group: Group) -> None:
 
 def _start_mpi_all_reduce(source: Tensor, group: Group, op: Op) -> Callable[[], Tensor]:
     out = torch.empty_like(source)
-    send, receive = source.numpy(), out.numpy()  # held until the request is complete: mpi4py does not hold them
+    send, receive = source.numpy(), out.numpy()
     request = runtime.get().transport.comm(group).Iallreduce(send, receive, op=_mpi_op(op))
-
-    def finish() -> Tensor:
-        _wait(request, "all_reduce", group)
-        assert send is not receive  # and so both live as long as this function
-        return out
-
-    return finish
+    return partial(_completed, request, "all_reduce", group, out, send, receive)
 
 
 def _start_group_all_reduce(source: Tensor, group: Group, op: Op) -> Callable[[], Tensor]:
     out = source.clone()
     work = dist.all_reduce(out, _TORCH_OPS[op], group=group.process_group, async_op=True)
+    return partial(_completed, work, "all_reduce", group, out)
 
-    def finish() -> Tensor:
-        with _blocking("all_reduce", group):
-            work.wait()
-        return out
 
-    return finish
+def _gather(source: Tensor, group: Group) -> Callable[[], Tensor]:
+    """[s] contiguous -> [size, s], once it is complete."""
+    out = source.new_empty((group.size, *source.shape))
+    comm = _mpi_comm(source, group)
+    if comm is not None:
+        sent, received = memory(source), memory(out)
+        operation = comm.Iallgather(sent, received)
+    else:
+        operation = dist.all_gather_into_tensor(out.view(-1), source.view(-1), group=group.process_group, async_op=True)
+    return partial(_completed, operation, "all_gather", group, out, source)
+
+
+def _reduce_scatter(tensor: Tensor, group: Group, dim: int) -> Callable[[], Tensor]:
+    if group.size == 1:
+        return lambda: tensor
+    pieces = _pieces(tensor, group, dim, "reduce_scatter")
+    if is_structure(tensor):
+        return lambda: pieces[group.rank]
+    comm = _mpi_comm(tensor, group)
+    if comm is not None and _by_messages("reduce_scatter", tensor, group):
+        sent = [piece if rank == group.rank else _dense(piece) for rank, piece in enumerate(pieces)]
+        return start_exchange_sum(sent, group, "reduce_scatter")
+    source = _stacked(pieces)
+    out = torch.empty_like(source[0])
+    if comm is not None:
+        send, receive = source.numpy(), out.numpy()
+        operation = comm.Ireduce_scatter_block(send, receive)
+        return partial(_completed, operation, "reduce_scatter", group, out, send, receive)
+    over = group.process_group
+    work = dist.reduce_scatter_tensor(out.view(-1), source.view(-1), group=over, async_op=True)
+    return partial(_completed, work, "reduce_scatter", group, out, source)
+
+
+def _completed(operation: Any, call: str, group: Group, out: Tensor, *held: Any) -> Tensor:
+    """`out`, when an MPI request or a torch work is complete. What it reads lives until then (`held`): mpi4py does not
+    hold it."""
+    if isinstance(operation, dist.Work):
+        with _blocking(call, group):
+            operation.wait()
+    else:
+        _wait(operation, call, group)
+    return out
 
 
 def _all_reduce_half(tensor: Tensor, group: Group) -> Tensor:

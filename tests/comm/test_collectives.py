@@ -77,6 +77,30 @@ def test_odd_tensors_travel(launcher):
         collectives.reduce_scatter(torch.zeros(3, 2), group)
 
 
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("size", [2, 4])
+@on_ranks(
+    lambda arguments: arguments["size"],
+    config=lambda arguments: {**TP, "tensor_parallel_degree": arguments["size"]},
+    launcher=lambda arguments: arguments["launcher"],
+)
+def test_several_may_travel_at_a_time(launcher, size):
+    """Small and large ones, ended in another order than begun; what is given is not changed."""
+    group = tp_group()
+    for rows in (1, 40_000):
+        for dtype in (torch.float32, torch.bfloat16):
+            xs = inputs(size, (rows * size, 4), dtype)
+            total = torch.stack(xs).sum(0)
+            x, before = xs[group.rank], xs[group.rank].clone()
+            reduced, gathered = collectives.start_all_reduce(x, group), collectives.start_all_gather(x, group, 1)
+            scattered, again = collectives.start_reduce_scatter(x, group), collectives.start_all_reduce(x, group, "max")
+            assert torch.equal(again(), torch.stack(xs).amax(0))
+            assert torch.equal(scattered(), total.chunk(size)[group.rank])
+            assert torch.equal(gathered(), torch.cat(xs, 1))
+            assert torch.equal(reduced(), total)
+            assert torch.equal(x, before)
+
+
 @on_ranks(4, config=TP)
 def test_half_precision_sums_are_rounded_once():
     """1 + three times 2^-9 in bf16: added one by one in bf16 it stays 1."""

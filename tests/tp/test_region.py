@@ -32,7 +32,7 @@ def counted() -> Iterator[Counter[str]]:
         plain = getattr(collectives, name)
 
         def call(tensor, *args, **kwargs):
-            sent[name] += elements(tensor.numel())
+            sent[counted_as.get(name, name)] += elements(tensor.numel())
             return plain(tensor, *args, **kwargs)
 
         return plain, call
@@ -44,6 +44,8 @@ def counted() -> Iterator[Counter[str]]:
         "reduce_scatter": lambda n: n * (size - 1) // size,
         "all_to_all": lambda n: n * (size - 1) // size,
     }
+    counted_as = {"start_all_gather": "all_gather", "start_reduce_scatter": "reduce_scatter"}
+    kinds |= {name: kinds[other] for name, other in counted_as.items()}
     wrapped = {name: wrap(name, elements) for name, elements in kinds.items()}
     # One is made of the other: what it sends is counted once.
     wrapped["all_reduce"] = (collectives.all_reduce, lambda x, *a, **k: collectives.start_all_reduce(x, *a, **k)())
