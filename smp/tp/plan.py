@@ -53,6 +53,9 @@ KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads")
 # What mixes the features of a row: in the code of an MLP it would see the rank's own features only.
 _OVER_FEATURES = frozenset("mean std var norm topk sort cumsum softmax rms_norm layer_norm logsumexp amax max".split())
 
+_OVER_HEADS = frozenset("topk sort scatter roll flip".split())  # in the code of an attention: across its heads
+_FUSED_HEADS, _FUSED_GATES = ("qkv_proj", "qkv"), ("gate_up_proj", "up_gate_proj")  # gathered by plans, to be sliced
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -337,6 +340,8 @@ def _cut_of(unit: Unit, path: str, style: str, heads_stay: bool, num_parts: int)
         if kind == "column":
             raise PartitionError("a norm runs over the features of all heads, of which each rank would have a part")
         return Cut(kind, 0)
+    if kind == "column" and name in (*_FUSED_HEADS, *_FUSED_GATES):
+        raise PartitionError(f"{name} is fused, and the plan's style {style!r} does not say of which pieces")
     return Cut("column", 0, _sections(unit, name, part, num_parts))
 
 
@@ -359,10 +364,10 @@ def _cut_of_parameter(path: str, param: nn.Parameter, style: str) -> Cut:
 def _sections(unit: Unit, name: str, linear: nn.Linear, num_parts: int) -> tuple[int, ...]:
     """Pieces of a fused matrix that are cut one by one: gate and up, or queries, keys and values."""
     out = linear.out_features
-    if name in ("gate_up_proj", "up_gate_proj"):
+    if name in _FUSED_GATES:
         return (out // 2, out // 2)
     head_dim = head_dim_of(unit.module)
-    if head_dim is not None and name in ("qkv_proj", "qkv"):
+    if head_dim is not None and name in _FUSED_HEADS:
         heads, key_values = (_config_number(unit.module, names) for names in (HEADS, KEY_VALUE_HEADS))
         if heads is None:
             raise PartitionError(f"{name} is fused, and nothing says of how many heads")
@@ -395,8 +400,8 @@ def _check_parts(unit: Unit, num_parts: int) -> None:
             shown = " + ".join(map(str, sizes))
             raise PartitionError(f"{path} has {shown} features, not a multiple of tensor_parallel_degree {num_parts}")
     _check_rest(unit, num_parts)
-    mixed = _OVER_FEATURES & _reads(unit.module)
-    if not unit.experts and head_dim_of(unit.module) is None and mixed:
+    mixed = (_OVER_FEATURES if head_dim_of(unit.module) is None else _OVER_HEADS) & _reads(unit.module)
+    if not unit.experts and mixed:
         raise PartitionError(f"its code takes {sorted(mixed)[0]} over features of which each rank has a part")
 
 

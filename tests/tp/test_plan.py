@@ -51,7 +51,7 @@ def close(got: Tensor, want: Tensor) -> None:
 
 def each_batch(n: int = 2) -> Any:
     def decorate(body: Any) -> Any:
-        ranked = on_ranks(n, config=lambda a: config(n, a["prescaled"]), timeout=120)(body)
+        ranked = on_ranks(n, config=lambda a: config(n, a["prescaled"]), timeout=180)(body)
         return pytest.mark.parametrize("prescaled", [False, True], ids=["joined", "prescaled"])(ranked)
 
     return decorate
@@ -61,7 +61,7 @@ def each_batch(n: int = 2) -> Any:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@on_ranks(2, config=config(2, False))
+@on_ranks(2, config=config(2, False), timeout=180)
 def test_every_attention_and_mlp_is_a_unit_and_nothing_is_refused(name):
     """With two parts each rank has half of their weights; norms and routers stay, tables are cut as everywhere."""
     split, whole = both(name)
@@ -81,7 +81,7 @@ def test_every_attention_and_mlp_is_a_unit_and_nothing_is_refused(name):
     assert not any(isinstance(norm, DistributedModule) for norm in norms)
 
 
-@on_ranks(2, config=config(2, False))
+@on_ranks(2, config=config(2, False), timeout=180)
 def test_units_keep_their_class_and_can_be_copied():
     """Hooks of transformers look for the class; deepcopy and pickle find their way to the derived one."""
     split, whole = both("llama")
@@ -95,7 +95,7 @@ def test_units_keep_their_class_and_can_be_copied():
         close(again(input_ids=ids).logits, split(input_ids=ids).logits)
 
 
-@on_ranks(2, config=config(2, False))
+@on_ranks(2, config=config(2, False), timeout=180)
 def test_the_rest_of_such_a_model_is_split_as_everywhere():
     """Table and head, also where only some layers are marked."""
     split, _ = both("llama")
@@ -172,6 +172,17 @@ def test_what_a_unit_holds_beside_its_plan_is_refused(kind):
     assert "model.layers.0.self_attn" not in found
 
 
+def test_a_fused_matrix_is_cut_only_where_its_pieces_are_known():
+    """`colwise` alone would cut through queries, keys and values; Phi-3's plan says that they are gathered."""
+
+    def change(module: Any) -> None:
+        plan = {**module.config.base_model_tp_plan, "layers.*.self_attn.qkv_proj": "colwise"}
+        module.config.base_model_tp_plan = plan
+
+    assert "qkv_proj is fused" in refused("phi3", change)["model.layers.0.self_attn"]
+    assert not refused("phi3")
+
+
 def test_code_over_features_is_refused():
     """Gemma 3n takes the mean over an MLP's features, of which each rank would have a part."""
     if not hasattr(transformers, "Gemma3nTextConfig"):
@@ -186,7 +197,7 @@ def test_code_over_features_is_refused():
     assert "over features" in whole["layers.0.mlp"]
 
 
-@on_ranks(2, config=config(2, False))
+@on_ranks(2, config=config(2, False), timeout=180)
 def test_a_model_without_plan_is_split_module_by_module():
     """One warning for what stays whole, and the numbers of one process either way."""
     torch.manual_seed(0)
@@ -201,7 +212,7 @@ def test_a_model_without_plan_is_split_module_by_module():
     close(split(input_ids=own(ids)).logits, own(whole(input_ids=ids).logits))
 
 
-@on_ranks(4, config=config(4, False))
+@on_ranks(4, config=config(4, False), timeout=180)
 def test_refused_units_are_whole_with_one_warning():
     """Their linears are not split one by one either."""
     with warnings_of() as lines:
@@ -283,7 +294,7 @@ def test_generation_with_a_cache(prescaled):
     assert split.model.layers[0].self_attn.k_proj.weight.shape[0] == 4
 
 
-@on_ranks(2, config=config(2, False))
+@on_ranks(2, config=config(2, False), timeout=180)
 def test_beam_search_on_joined_batches_is_refused():
     """It picks rows of the cache by the numbers that they have on one rank."""
     split, _ = both("llama")
@@ -324,7 +335,7 @@ def test_a_unit_sends_its_batch_once_and_its_result_once(prescaled, monkeypatch)
 # Random numbers
 
 
-@on_ranks(2, config={**config(2, True), "microbatches": 2})
+@on_ranks(2, config={**config(2, True), "microbatches": 2}, timeout=180)
 def test_dropout_on_a_shared_batch():
     """a1-1: what all ranks have is dropped alike, also after the sum; probabilities of different heads are not."""
     torch.manual_seed(0)

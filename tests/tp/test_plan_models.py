@@ -114,7 +114,7 @@ def run(name: str, **setup: Any) -> None:
 
 @pytest.mark.parametrize("prescaled", [False, True], ids=["joined", "prescaled"])
 @pytest.mark.parametrize("name", MODELS)
-@on_ranks(2, timeout=120)
+@on_ranks(2, timeout=180)
 def test_models_train_over_two_parts(name, prescaled):
     """Losses, gradients and weights after two steps."""
     run(name, tp=2, prescaled=prescaled)
@@ -122,14 +122,14 @@ def test_models_train_over_two_parts(name, prescaled):
 
 @pytest.mark.parametrize("prescaled", [False, True], ids=["joined", "prescaled"])
 @pytest.mark.parametrize("name", ["llama", "olmo2", "mixtral-many-heads", "phi3-many-heads"])
-@on_ranks(4, timeout=120)
+@on_ranks(4, timeout=180)
 def test_models_train_over_four_parts(name, prescaled):
     """With two heads of keys and values attentions stay whole, MLPs do not."""
     run(name, tp=4, prescaled=prescaled)
 
 
 @pytest.mark.parametrize("name", ["llama-biases-tied", "gemma2", "qwen3", "mixtral"])
-@on_ranks(4, timeout=120)
+@on_ranks(4, timeout=180)
 def test_models_train_over_two_parts_and_two_stages(name):
     """Placed by hand with joined batches, automatically with a shared one."""
     run(name, tp=2, pp=2)
@@ -149,7 +149,7 @@ def checkpointed_by_transformers(module: Any) -> None:
 
 @pytest.mark.parametrize("prescaled", [False, True], ids=["joined", "prescaled"])
 @pytest.mark.parametrize("prepare", [checkpointed, checkpointed_by_transformers])
-@on_ranks(4, timeout=120)
+@on_ranks(4, timeout=180)
 def test_models_train_with_activation_checkpointing(prepare, prescaled):
     """Layers are run again in backward, with all of their messages."""
     with all_in_float64():

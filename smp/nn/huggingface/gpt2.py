@@ -35,7 +35,7 @@ def layer_arguments(layer: Any) -> Arguments:
     config = attention.config
     cross = getattr(layer, "crossattention", None)
     check_config(config)
-    if attention.pruned_heads or (cross is not None and cross.pruned_heads):
+    if any(getattr(part, "pruned_heads", None) for part in (attention, cross)):
         raise PartitionError("heads of its attention were pruned")
     eager = config._attn_implementation == "eager"
     heeded = eager or hasattr(attention, "scaling")
