@@ -63,6 +63,11 @@ def is_checkpointed(module: nn.Module) -> bool:
     return ATTRIBUTE in module.__dict__
 
 
+def mark_checkpointed(module: nn.Module) -> None:
+    """Leaves the mark of `set_activation_checkpointing` on a module that is not part of the model yet."""
+    module.__dict__.setdefault(ATTRIBUTE, Mark())
+
+
 def set_activation_checkpointing(
     module: nn.Module, preserve_rng_state: bool = True, pack_args_as_tuple: bool = False, strategy: str = "each"
 ) -> None:

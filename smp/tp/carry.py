@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smp.activation import mark_checkpointed
 from smp.errors import PartitionError
 from smp.tp import delayed
 from smp.tp.families import SAME, Replacement, Rule, fill, pattern_of
@@ -165,8 +166,10 @@ def _leave_shells(owners: Sequence[tuple[nn.Module, str]], params: Sequence[nn.P
 
 def carry_marks(twin: nn.Module, module: nn.Module, modules: Sequence[tuple[str, str]]) -> list[str]:
     """What other parts of smp have left on modules inside (a stage, activation checkpointing) goes over to those of the
-    twin. Returns the names of the modules that have no counterpart."""
+    twin; so does the activation checkpointing of transformers. Returns the names of the modules that have no
+    counterpart."""
     theirs = dict(module.named_modules())
+    _carry_checkpointing(twin, module)
     lost = [name for name in theirs if name]
     for ours, target in twin.named_modules():
         for source in _counterparts(ours, modules):
@@ -174,9 +177,17 @@ def carry_marks(twin: nn.Module, module: nn.Module, modules: Sequence[tuple[str,
                 for name, value in theirs[source].__dict__.items():
                     if name.startswith("_smp_") and name not in _NOT_CARRIED:
                         target.__dict__.setdefault(name, value)
+                _carry_checkpointing(target, theirs[source])
                 if source in lost:
                     lost.remove(source)
     return lost
+
+
+def _carry_checkpointing(target: nn.Module, source: nn.Module) -> None:
+    """`gradient_checkpointing_enable()` of a model of transformers leaves a flag on its layers, which heed it."""
+    heeds = any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(source).__mro__)
+    if heeds and getattr(source, "gradient_checkpointing", False):
+        mark_checkpointed(target)
 
 
 def _counterparts(ours: str, modules: Sequence[tuple[str, str]]) -> list[str]:

@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 
 import smp
 from smp import runtime
+from smp.activation import is_checkpointed
 from smp.errors import StepError
 from smp.nn import DistributedTransformerLayer, DistributedTransformerLMHead
 from smp.tp import families
@@ -276,6 +278,31 @@ def test_results_are_as_the_original_gives_them(tp):
             model(**batch, past_key_values=cache)
 
 
+@pytest.mark.parametrize("name", MODELS)
+@on_ranks(2, timeout=60)
+def test_checkpointing_of_transformers_is_heeded(name):
+    """As smp's own: layers are run again in backward, with the same result; under other heads too."""
+
+    def make(cls: Any = None) -> nn.Module:
+        model = varied(lambda: MODELS[name](*[] if cls is None else [cls], pad_token_id=0))()
+        model.gradient_checkpointing_enable()
+        return model
+
+    for cls, batch in ((None, text), (classifier_of(name), classified)):
+        with exactly():
+            what = Case(lambda cls=cls: make(cls), batch, [], models.loss_of)
+            check(what, Setup(tp=2, steps=1, **EXACT), prepare=smp.set_tensor_parallelism)
+        runtime.reset()
+        smp.init({"tensor_parallel_degree": 2, "ddp": True})
+        module = make(cls)
+        smp.set_tensor_parallelism(module)
+        parts = smp.DistributedModel(module).modules()
+        layers = [part for part in parts if isinstance(part, DistributedTransformerLayer)]
+        assert len(layers) == 4
+        assert all(is_checkpointed(layer) for layer in layers)
+        runtime.reset()
+
+
 # State dicts
 
 
@@ -312,17 +339,51 @@ def test_state_dicts_go_over_and_back(name):
         assert set(to_ours(model.state_dict())) == own  # our names mean nothing else in theirs
 
 
+@on_ranks(4, timeout=180)
+def test_exported_models_load_in_plain_transformers(tmp_path):
+    """From two parts and two stages, a vocabulary that does not divide, tied and untied (a9-5): no key is missing or
+    too much, no tensor has another shape, and logits are the same."""
+    for name, tied in [("gpt2", True), ("gpt2", False), ("gptneo", True), ("gptj", False), ("gptneox", True)]:
+        runtime.reset()
+        smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "ddp": True})
+        exports(name, tied, tmp_path / f"{name} {tied}")
+    runtime.reset()
+
+
+def exports(name: str, tied: bool, path: Path) -> None:
+    torch.manual_seed(5)
+    module, plain = (MODELS[name](vocab_size=101, tie_word_embeddings=tied) for _ in range(2))
+    smp.set_tensor_parallelism(module)
+    model = smp.DistributedModel(module).eval()
+    batch = text(2, torch.Generator().manual_seed(smp.dp_rank()))
+    del batch["labels"]
+
+    @smp.step
+    def logits(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        with torch.no_grad():
+            return model(**batch).logits
+
+    got = logits(batch).concat()
+    [(to_theirs, _)] = smp.state.module_manager.translate_functions
+    theirs = to_theirs(model.state_dict(), consume=True)
+    if smp.rank() == 0:
+        plain.save_pretrained(path, state_dict=theirs)
+    smp.barrier()
+    loaded, info = type(plain).from_pretrained(path, output_loading_info=True)
+    assert not any(info.values()), info
+    assert_close(got, loaded.eval()(**batch).logits, 1e-5, f"{name}, tied {tied}")
+
+
 # Layers in other models
 
 
-def heads(name: str) -> tuple[type, str]:
-    cls, layer = {
-        "gpt2": (transformers.GPT2ForSequenceClassification, "transformer.h.0"),
-        "gptneo": (transformers.GPTNeoForSequenceClassification, "transformer.h.0"),
-        "gptj": (transformers.GPTJForSequenceClassification, "transformer.h.0"),
-        "gptneox": (transformers.GPTNeoXForSequenceClassification, "gpt_neox.layers.0"),
+def classifier_of(name: str) -> Any:
+    return {
+        "gpt2": transformers.GPT2ForSequenceClassification,
+        "gptneo": transformers.GPTNeoForSequenceClassification,
+        "gptj": transformers.GPTJForSequenceClassification,
+        "gptneox": transformers.GPTNeoXForSequenceClassification,
     }[name]
-    return cls, layer
 
 
 def classified(rows: int, generator: torch.Generator) -> dict[str, Any]:
@@ -334,7 +395,7 @@ def classified(rows: int, generator: torch.Generator) -> dict[str, Any]:
 @on_ranks(4, timeout=180)
 def test_layers_are_replaced_under_other_heads(name):
     """A classifier, on two parts and on two stages as well."""
-    cls, _ = heads(name)
+    cls = classifier_of(name)
     places = NEOX_PLACES if name == "gptneox" else GPT_PLACES
     for switches in ({}, EAGER) if name in ("gpt2", "gptneox") else ({},):
         make = varied(lambda switches=switches: MODELS[name](cls, pad_token_id=0, **switches))
