@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from smp.comm.autograd import all_to_all, gather_slices
 from smp.errors import PartitionError, StepError
-from smp.nn.huggingface.arguments import additive, bound, causal_mask, filled_in, refuse
+from smp.nn.huggingface.arguments import additive, bound, causal_mask, refuse
 from smp.tp.module import DistributedModule
 from smp.tp.region import Region
 
@@ -219,7 +219,9 @@ class _Run:
         self.biases: list[Tensor] = []
         self.probabilities: list[Tensor] = []
         if self.sizes.since_v5:
-            mask, cross_mask = self._masks(hidden, mask, cross_mask)
+            mask = self._mask(mask, hidden, self.seen + self.length, self.sizes.is_decoder)
+            if states is not None:
+                cross_mask = self._mask(cross_mask, hidden, states.shape[1], False)
         self.hidden = self.region.enter(hidden)
         layers: list[Any] = list(block.layer)
         self._norms = iter(self.region.whole(*(layer.layer_norm.weight for layer in layers)))
@@ -230,13 +232,17 @@ class _Run:
             next(self._norms)
         self.feed_forward(layers[-1])
 
-    def _masks(self, hidden: Tensor, mask: Tensor | None, cross_mask: Tensor | None) -> list[Any]:
-        """Additive, and there where leaving them out means something."""
-        causal = self.sizes.is_decoder
-        mask, cross_mask = filled_in(self.block, hidden, [(mask, causal), (cross_mask, False)])
+    def _mask(self, mask: Tensor | None, hidden: Tensor, num_keys: int, causal: bool) -> Tensor | None:
+        """A mask of transformers 5, which is bool, or left out where it hides nothing in this rank's batch. Joined with
+        those of other ranks it always has one shape: another rank's batch may have something to hide."""
         if mask is None and causal and self.length > 1:
             mask = causal_mask(hidden)
-        return [None if part is None else additive(part, hidden.dtype) for part in (mask, cross_mask)]
+        joined = not self.region.shared and self.region.group.size > 1
+        if mask is None:
+            mask = hidden.new_zeros(1, 1, 1, num_keys) if joined else None
+        if mask is not None:
+            mask = additive(mask, hidden.dtype)
+        return mask.expand(self.rows, 1, self.length, mask.shape[-1]) if joined and mask is not None else mask
 
     def _normed(self) -> Tensor:
         """Root mean square norm of the hidden states; the square in float32, whatever they are."""
