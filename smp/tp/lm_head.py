@@ -137,7 +137,7 @@ class DistributedTransformerLMHead(DistributedModule):
         """Whether there is a table for them."""
         return self.token_type_embedding is not None
 
-    def forward(self, inputs: Any) -> Any:
+    def forward(self, inputs: Any, num_items: Any = None) -> Any:
         """(input_ids, attention_mask, token_type_ids, position_ids, labels) -> logits [N, S, V] of the rank's own
         batch, or with labels the loss alone.
 
@@ -146,6 +146,8 @@ class DistributedTransformerLMHead(DistributedModule):
                 attention_mask [N, S]: 0 or False where there is nothing to be seen; one of four dimensions is taken as
                 a layer takes it. With cross attention cross_states [N, Sk, H] and cross_mask [N, Sk] come before the
                 labels. Labels are shifted where `shift_labels` says so; places with label -100 do not count.
+            num_items: what the sum of the places' losses is divided by, a number or a tensor of one; None: by the
+                number of places that count.
 
         Raises:
             StepError: `inputs` is not such a tuple, or has what this model has no table for.
@@ -168,7 +170,7 @@ class DistributedTransformerLMHead(DistributedModule):
         if not self.add_lm_head:
             return region.leave(hidden)
         with_logits = not self.training if self.logits_with_loss is None else self.logits_with_loss
-        return self.lm_head(hidden, labels, region.dim, self.shift_labels, with_logits)
+        return self.lm_head(hidden, labels, region.dim, self.shift_labels, with_logits, num_items)
 
     def _embedded(self, ids: Tensor, token_types: Tensor | None, positions: Tensor | None, dim: int | None) -> Tensor:
         """[N, S] -> hidden states inside of the region."""
@@ -355,13 +357,16 @@ class VocabularyHead(DistributedModule):
         else:
             self.register_parameter("bias", None)
 
-    def forward(self, x: Tensor, labels: Tensor | None, dim: int | None, shifted: bool, both: bool) -> Any:
+    def forward(
+        self, x: Tensor, labels: Tensor | None, dim: int | None, shifted: bool, both: bool, num_items: Any = None
+    ) -> Any:
         """Hidden states inside of the region with that `dim` -> logits [N, S, V], the loss, or both.
 
         Args:
             labels: [N, S]; None: logits are returned.
             shifted: a place's target is the label of the next one.
             both: with labels (loss, logits) is returned.
+            num_items: what the sum of the losses is divided by; None: the number of places that count.
         """
         region = Region.inside(self, dim)
         if not torch.is_autocast_enabled(x.device.type):
@@ -372,7 +377,12 @@ class VocabularyHead(DistributedModule):
         target = F.pad(labels[:, 1:], (0, 1), value=IGNORED) if shifted else labels
         joined = not region.shared and region.group.size > 1
         columns = columns_of(self.weight, self.num_classes)
-        loss = cross_entropy_of_part(own, target, columns, region.group, joined=joined, ignore_index=IGNORED)
+        how: dict[str, Any] = {"joined": joined, "ignore_index": IGNORED}
+        loss = cross_entropy_of_part(
+            own, target, columns, region.group, **how, reduction="mean" if num_items is None else "sum"
+        )
+        if num_items is not None:
+            loss = loss / num_items
         return (loss, self._whole(region, own)) if both else loss
 
     def _whole(self, region: Region, own: Tensor) -> Tensor:

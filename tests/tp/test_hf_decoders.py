@@ -261,6 +261,12 @@ def test_results_are_as_the_original_gives_them(tp):
             assert_close(logits, want.logits, 1e-9, name)
             loss = model(**batch, num_items_in_batch=5).loss
             assert_close(loss, want.loss * 21 / 5, 1e-9, name)
+            unlabelled = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+            assert float(model(**unlabelled, num_items_in_batch=torch.tensor(5)).loss) == 0.0
+        for method in ("generate", "save_pretrained"):
+            with pytest.raises(StepError, match=f"^{method}: .*plain"):
+                getattr(model.module, method)(batch["input_ids"])
+        with torch.no_grad(), exactly():
             last = {key: value for key, value in batch.items() if key != "labels"}
             assert_close(model(**last, logits_to_keep=2).logits, want.logits[:, -2:], 1e-9, name)
         model.train()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from smp.errors import PartitionError, StepError
 from smp.nn.huggingface.arguments import refuse, refuse_filled_cache
 from smp.tp.families import Arguments, Family, Place, Replacement, Rule, inside, weight_and_bias
-from smp.tp.lm_head import IGNORED, DistributedTransformerLMHead
+from smp.tp.lm_head import DistributedTransformerLMHead
 from smp.tp.transformer import DistributedTransformerLayer
 
 PER_LAYER = ("layer_idx", "attention_window")  # arguments in which the layers of one model may differ
@@ -111,10 +111,8 @@ class DistributedCausalLM(DistributedTransformerLMHead):
         if cross is not None and not self.add_cross_attention:
             raise StepError("encoder_hidden_states: the model was made without config.add_cross_attention")
         crossed = (cross, cross_mask) if self.add_cross_attention else ()
-        out = super().forward((ids, mask, types, positions, *crossed, labels))
+        out = super().forward((ids, mask, types, positions, *crossed, labels), items)
         loss, logits = out if isinstance(out, tuple) else (out, None) if labels is not None else (None, out)
-        if loss is not None and items is not None:
-            loss = loss * (labels[:, 1:] != IGNORED).sum() / items
         if isinstance(keep, Tensor) or keep:
             if labels is not None:
                 raise StepError("logits_to_keep: leave it out where there are labels")
@@ -124,6 +122,22 @@ class DistributedCausalLM(DistributedTransformerLMHead):
         from transformers import modeling_outputs
 
         return getattr(modeling_outputs, self.call.output)(loss=loss, logits=logits)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: there is no cache of keys and values, and no logits of parts of a sequence."""
+        raise StepError(
+            "generate: a language model that is split as a whole does not generate text. Save its weights under the "
+            "names of transformers (smp.state.module_manager.translate_functions) and generate with the plain model, "
+            "or leave the model whole with smp.set_tensor_parallelism(model, False)"
+        )
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: the weights here are parts, under names of ours."""
+        raise StepError(
+            "save_pretrained: this is one part of a model. Translate its whole state dict "
+            "(smp.state.module_manager.translate_functions) and give it to a plain model: "
+            "plain.save_pretrained(folder, state_dict=translated)"
+        )
 
     @property
     def takes_token_types(self) -> bool:
