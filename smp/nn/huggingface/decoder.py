@@ -2,17 +2,18 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from smp.errors import PartitionError, StepError
-from smp.nn.huggingface.arguments import refuse, refuse_filled_cache
+from smp.nn.huggingface.arguments import filled_in, parameters_of, refuse, refuse_filled_cache
 from smp.tp.families import Arguments, Family, Place, Replacement, Rule, inside, weight_and_bias
 from smp.tp.lm_head import DistributedTransformerLMHead
 from smp.tp.transformer import DistributedTransformerLayer
 
+Returns = Literal["hidden", "tuple", "pair"]
+CACHES = ("past_key_values", "layer_past", "cache")  # how arguments are called, in one layer or version or another
 PER_LAYER = ("layer_idx", "attention_window")  # arguments in which the layers of one model may differ
 
 
@@ -21,20 +22,20 @@ class DistributedDecoderLayer(DistributedTransformerLayer):
 
     Args:
         parameters: names of the original's positional arguments.
-        attentions: whether it returns (hidden states, attention probabilities) rather than (hidden states,); the twin
-            has no probabilities to give.
+        returns: what the original returns: "hidden" states, a "tuple" of them, or a "pair" of them and attention
+            probabilities, of which the twin has none to give.
         always_masked: whether the model around it passes a mask also where there is nothing to hide.
         sizes: arguments of DistributedTransformerLayer.
     """
 
-    def __init__(self, parameters: Sequence[str], attentions: bool, always_masked: bool, **sizes: Any) -> None:
+    def __init__(self, parameters: Sequence[str], returns: Returns, always_masked: bool, **sizes: Any) -> None:
         super().__init__(**sizes)
         self.parameters_of_original = tuple(parameters)
-        self.attentions, self.always_masked = attentions, always_masked
+        self.returns, self.always_masked = returns, always_masked
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """hidden_states [N, S, H], attention_mask [N, 1, S, S], additive or bool (True: seen), and what else the
-        original takes -> a tuple of which the first is the new hidden states.
+        original takes -> the new hidden states, as the original returns them.
 
         Raises:
             StepError: a head mask, a cache with something in it, attention probabilities that are asked for, or an
@@ -44,19 +45,18 @@ class DistributedDecoderLayer(DistributedTransformerLayer):
         hidden, mask = given["hidden_states"], given.get("attention_mask")
         cross = given.get("encoder_hidden_states")
         refuse(head_mask=given.get("head_mask"), output_attentions=given.get("output_attentions"))
-        for name in ("past_key_values", "layer_past"):
+        for name in CACHES:
             refuse_filled_cache(self, given.get(name))
         if cross is not None and not self.add_cross_attention:
             raise StepError("encoder_hidden_states: the layers were made without config.add_cross_attention")
-        if mask is None and not self.always_masked and not self.shared_batch and self.tp_group.size > 1:
-            # Models leave out a mask that hides nothing; another rank's batch may have something to hide.
-            rows, length = hidden.shape[:2]
-            mask = torch.ones(rows, 1, length, length, dtype=torch.bool, device=hidden.device)
-        inputs: tuple[Tensor | None, ...] = (hidden, mask)
-        if self.add_cross_attention:
-            inputs = hidden, cross, mask, given.get("encoder_attention_mask")
+        cross_mask = given.get("encoder_attention_mask")
+        if not self.always_masked:
+            mask, cross_mask = filled_in(self, hidden, [(mask, True), (cross_mask, False)])
+        inputs = (hidden, cross, mask, cross_mask) if self.add_cross_attention else (hidden, mask)
         out = super().forward(inputs, given.get("position_ids"))[0]
-        return (out, None) if self.attentions else (out,)
+        if self.returns == "hidden":
+            return out
+        return (out,) if self.returns == "tuple" else (out, None)
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,10 @@ class Call:
     """How the original of a DistributedCausalLM is called.
 
     Args:
-        parameters: names of its positional arguments.
         output: class of what it returns, in `transformers.modeling_outputs`.
         types_are_words: whether token types are looked up in the table of words; else there are none.
     """
 
-    parameters: tuple[str, ...]
     output: str
     types_are_words: bool
 
@@ -81,15 +79,16 @@ class DistributedCausalLM(DistributedTransformerLMHead):
     Otherwise it holds logits, and the loss where there are labels.
 
     Args:
+        parameters: names of the original's positional arguments.
         call: how the original is called.
         sizes: arguments of DistributedTransformerLMHead.
     """
 
     config: Any  # the original's, put there when the model is made
 
-    def __init__(self, call: Call, **sizes: Any) -> None:
+    def __init__(self, parameters: Sequence[str], call: Call, **sizes: Any) -> None:
         super().__init__(**sizes)
-        self.call = call
+        self.parameters_of_original, self.call = tuple(parameters), call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """input_ids [N, S], attention_mask [N, S], labels [N, S], .., as the original -> its output class with `loss`
@@ -99,14 +98,15 @@ class DistributedCausalLM(DistributedTransformerLMHead):
             StepError: arguments that the twin does not know, or has no use for: what only an undistributed model can
                 do is not left out silently.
         """
-        given = dict(zip(self.call.parameters, args)) | kwargs
+        given = dict(zip(self.parameters_of_original, args)) | kwargs
         ids, mask, types = (given.pop(name, None) for name in ("input_ids", "attention_mask", "token_type_ids"))
         positions, labels = given.pop("position_ids", None), given.pop("labels", None)
         cross, cross_mask = given.pop("encoder_hidden_states", None), given.pop("encoder_attention_mask", None)
         return_dict, keep = given.pop("return_dict", None), given.pop("logits_to_keep", 0)
         items = given.pop("num_items_in_batch", None)
         given.pop("use_cache", None)  # there is none
-        refuse_filled_cache(self, given.pop("past_key_values", None))
+        for name in CACHES:
+            refuse_filled_cache(self, given.pop(name, None))
         refuse(**given)
         if cross is not None and not self.add_cross_attention:
             raise StepError("encoder_hidden_states: the model was made without config.add_cross_attention")
@@ -117,7 +117,7 @@ class DistributedCausalLM(DistributedTransformerLMHead):
             if labels is not None:
                 raise StepError("logits_to_keep: leave it out where there are labels")
             logits = logits[:, keep if isinstance(keep, Tensor) else slice(-keep, None)]
-        if return_dict is False or (return_dict is None and not self.config.use_return_dict):
+        if return_dict is False or (return_dict is None and not getattr(self.config, "use_return_dict", True)):
             return tuple(value for value in (loss, logits) if value is not None)
         from transformers import modeling_outputs
 
@@ -179,7 +179,7 @@ def together(layers: Sequence[Arguments]) -> dict[str, Any]:
     if not layers:
         raise PartitionError("it has no layers")
     kinds = [kwargs for _, kwargs in layers]
-    own = {"parameters", "attentions", "always_masked", *PER_LAYER}
+    own = {"parameters", "returns", "always_masked", *PER_LAYER}
     sizes = {name: same((kind[name] for kind in kinds), name) for name in kinds[0] if name not in own}
     if [kind["layer_idx"] for kind in kinds] != list(range(len(kinds))):
         raise PartitionError("its layers were put in another order than they were made in")
@@ -200,6 +200,7 @@ def head_arguments(
     if not isinstance(norm, nn.LayerNorm) or not isinstance(head, nn.Linear):
         raise PartitionError("its last norm, or its head, is not of the class its model has it of")
     return {
+        "parameters": parameters_of(model),
         "call": call,
         "vocab_size": words.num_embeddings,
         "num_positions": 0 if places is None else places.num_embeddings,

@@ -3,23 +3,11 @@
 from typing import Any
 
 from smp.errors import PartitionError
-from smp.nn.huggingface.arguments import activation_of
+from smp.nn.huggingface.arguments import activation_of, parameters_of
 from smp.nn.huggingface.decoder import Call, Names, check_config, family_of, head_arguments, same, together
 from smp.tp.families import TRANSPOSED, Arguments, Rule, weight_and_bias
 
-CALL = Call(
-    (
-        *("input_ids", "past_key_values", "cache_position", "attention_mask", "token_type_ids", "position_ids"),
-        *("head_mask", "inputs_embeds", "encoder_hidden_states", "encoder_attention_mask", "labels", "use_cache"),
-        *("output_attentions", "output_hidden_states", "return_dict", "logits_to_keep"),
-    ),
-    "CausalLMOutputWithCrossAttentions",
-    types_are_words=True,
-)
-LAYER_PARAMETERS = (
-    *("hidden_states", "past_key_values", "cache_position", "attention_mask", "head_mask", "encoder_hidden_states"),
-    *("encoder_attention_mask", "use_cache", "output_attentions"),
-)
+CALL = Call("CausalLMOutputWithCrossAttentions", types_are_words=True)
 
 
 def layer_arguments(layer: Any) -> Arguments:
@@ -35,6 +23,7 @@ def layer_arguments(layer: Any) -> Arguments:
     config = attention.config
     cross = getattr(layer, "crossattention", None)
     check_config(config)
+    since_v5 = "head_mask" not in parameters_of(layer)
     if any(getattr(part, "pruned_heads", None) for part in (attention, cross)):
         raise PartitionError("heads of its attention were pruned")
     eager = config._attn_implementation == "eager"
@@ -42,9 +31,9 @@ def layer_arguments(layer: Any) -> Arguments:
     norms = [layer.ln_1, layer.ln_2, *([] if cross is None else [layer.ln_cross_attn])]
     attentions = [attention, *([] if cross is None else [cross])]
     return (), {
-        "parameters": LAYER_PARAMETERS,
-        "attentions": False,
-        "always_masked": eager,
+        "parameters": parameters_of(layer),
+        "returns": "hidden" if since_v5 else "tuple",
+        "always_masked": eager and not since_v5,
         "num_attention_heads": attention.num_heads,
         "attention_head_size": attention.head_dim,
         "hidden_size": attention.embed_dim,
@@ -62,7 +51,7 @@ def layer_arguments(layer: Any) -> Arguments:
         "scale_attention_scores": attention.scale_attn_weights or not heeded,
         "scale_attn_by_layer_idx": attention.scale_attn_by_inverse_layer_idx and heeded,
         "attention_in_fp32": attention.reorder_and_upcast_attn and eager,
-        "hidden_rows": "visible" if eager else "nothing",
+        "hidden_rows": "nothing" if not eager else "all" if since_v5 else "visible",
         "layer_idx": attention.layer_idx,
     }
 

@@ -3,23 +3,11 @@
 from typing import Any
 
 from smp.errors import PartitionError
-from smp.nn.huggingface.arguments import activation_of
+from smp.nn.huggingface.arguments import activation_of, parameters_of
 from smp.nn.huggingface.decoder import Call, Names, check_config, family_of, head_arguments, same, together
 from smp.tp.families import FUSED_QKV, Arguments, Rule, weight_and_bias
 
-CALL = Call(
-    (
-        *("input_ids", "past_key_values", "attention_mask", "token_type_ids", "position_ids", "head_mask"),
-        *("inputs_embeds", "labels", "use_cache", "output_attentions", "output_hidden_states", "return_dict"),
-        "cache_position",
-    ),
-    "CausalLMOutputWithPast",
-    types_are_words=True,
-)
-LAYER_PARAMETERS = (
-    *("hidden_states", "layer_past", "attention_mask", "position_ids", "head_mask", "use_cache"),
-    *("output_attentions", "cache_position"),
-)
+CALL = Call("CausalLMOutputWithPast", types_are_words=True)
 
 
 def layer_arguments(layer: Any) -> Arguments:
@@ -31,17 +19,19 @@ def layer_arguments(layer: Any) -> Arguments:
     attention, mlp = layer.attn, layer.mlp
     config = attention.config
     check_config(config)
+    since_v5 = "head_mask" not in parameters_of(layer)
+    eager = config._attn_implementation == "eager"
     if attention.rotary_dim is None and attention.num_attention_heads > 1:
         raise PartitionError("rotary_dim None fits one head only")
     return (), {
-        "parameters": LAYER_PARAMETERS,
-        "attentions": True,
-        "always_masked": True,
+        "parameters": parameters_of(layer),
+        "returns": "hidden" if since_v5 else "pair",
+        "always_masked": not since_v5,
         "num_attention_heads": attention.num_attention_heads,
         "attention_head_size": attention.head_dim,
         "hidden_size": attention.embed_dim,
         "intermediate_size": mlp.fc_in.out_features,
-        "attention_dropout_prob": attention.attn_dropout.p,
+        "attention_dropout_prob": attention.attention_dropout if since_v5 else attention.attn_dropout.p,
         "hidden_dropout_prob": same((attention.resid_dropout.p, mlp.dropout.p), "dropouts"),
         "activation": activation_of(mlp.act, "activation_function"),
         "layernorm_epsilon": layer.ln_1.eps,
@@ -56,9 +46,9 @@ def layer_arguments(layer: Any) -> Arguments:
         "use_attention_dense_bias": False,
         "rotary_dim": attention.rotary_dim or attention.head_dim,
         "rotary_interleaved": True,
-        "attention_in_fp32": True,
+        "attention_in_fp32": eager,
         "rotary_in_fp32": True,
-        "hidden_rows": "all",
+        "hidden_rows": "all" if eager else "nothing",
         "layer_idx": attention.layer_idx,
     }
 

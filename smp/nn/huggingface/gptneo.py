@@ -3,23 +3,11 @@ DistributedTransformerLayer."""
 
 from typing import Any
 
-from smp.nn.huggingface.arguments import activation_of
+from smp.nn.huggingface.arguments import activation_of, parameters_of
 from smp.nn.huggingface.decoder import Call, Names, check_config, family_of, head_arguments, same, together
 from smp.tp.families import FUSED_QKV, Arguments, Rule, weight_and_bias
 
-CALL = Call(
-    (
-        *("input_ids", "past_key_values", "attention_mask", "token_type_ids", "position_ids", "head_mask"),
-        *("inputs_embeds", "labels", "use_cache", "output_attentions", "output_hidden_states", "return_dict"),
-        "cache_position",
-    ),
-    "CausalLMOutputWithPast",
-    types_are_words=True,
-)
-LAYER_PARAMETERS = (
-    *("hidden_states", "layer_past", "attention_mask", "head_mask", "use_cache", "output_attentions"),
-    "cache_position",
-)
+CALL = Call("CausalLMOutputWithPast", types_are_words=True)
 
 
 def layer_arguments(layer: Any) -> Arguments:
@@ -31,10 +19,11 @@ def layer_arguments(layer: Any) -> Arguments:
     attention, mlp = layer.attn.attention, layer.mlp
     config = attention.config
     check_config(config)
+    since_v5 = "head_mask" not in parameters_of(layer)
     return (), {
-        "parameters": LAYER_PARAMETERS,
-        "attentions": True,
-        "always_masked": True,
+        "parameters": parameters_of(layer),
+        "returns": "pair",
+        "always_masked": not since_v5,
         "num_attention_heads": attention.num_heads,
         "attention_head_size": attention.head_dim,
         "hidden_size": attention.embed_dim,

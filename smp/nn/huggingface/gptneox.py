@@ -5,22 +5,11 @@ import sys
 from typing import Any
 
 from smp.errors import PartitionError
-from smp.nn.huggingface.arguments import activation_of
+from smp.nn.huggingface.arguments import activation_of, parameters_of
 from smp.nn.huggingface.decoder import Call, Names, check_config, family_of, head_arguments, same, together
 from smp.tp.families import Arguments, HeadMajor, Rule, weight_and_bias
 
-CALL = Call(
-    (
-        *("input_ids", "attention_mask", "position_ids", "inputs_embeds", "head_mask", "past_key_values", "labels"),
-        *("use_cache", "output_attentions", "output_hidden_states", "cache_position", "logits_to_keep"),
-    ),
-    "CausalLMOutputWithPast",
-    types_are_words=False,
-)
-LAYER_PARAMETERS = (
-    *("hidden_states", "attention_mask", "position_ids", "head_mask", "use_cache", "layer_past"),
-    *("output_attentions", "cache_position", "position_embeddings"),
-)
+CALL = Call("CausalLMOutputWithPast", types_are_words=False)
 
 
 def layer_arguments(layer: Any) -> Arguments:
@@ -32,14 +21,16 @@ def layer_arguments(layer: Any) -> Arguments:
     attention, mlp = layer.attention, layer.mlp
     config = attention.config
     check_config(config)
-    kind = (config.rope_scaling or {}).get("rope_type", "default")
+    since_v5 = "head_mask" not in parameters_of(layer)
+    rope = (config.rope_parameters if since_v5 else config.rope_scaling) or {}
+    kind = rope.get("rope_type", "default")
     if kind != "default":
         raise PartitionError(f"rope_scaling {kind!r} is not known, only 'default'")
     eager = config._attn_implementation == "eager"
     return (), {
-        "parameters": LAYER_PARAMETERS,
-        "attentions": False,
-        "always_masked": eager,
+        "parameters": parameters_of(layer),
+        "returns": "hidden" if since_v5 else "tuple",
+        "always_masked": eager and not since_v5,
         "num_attention_heads": config.num_attention_heads,
         "attention_head_size": attention.head_size,
         "hidden_size": attention.dense.out_features,
@@ -57,7 +48,7 @@ def layer_arguments(layer: Any) -> Arguments:
         "use_qkv_bias": attention.query_key_value.bias is not None,
         "use_attention_dense_bias": attention.dense.bias is not None,
         "rotary_dim": attention.rotary_ndims,
-        "rotary_base": config.rope_theta,
+        "rotary_base": rope["rope_theta"] if since_v5 else config.rope_theta,
         "rotary_in_fp32": True,
         "hidden_rows": "all" if eager else "nothing",
         "layer_idx": attention.layer_idx,
