@@ -62,6 +62,8 @@ def model_arguments(model: Any) -> Arguments:
         PartitionError: something that the twin does not know.
     """
     base = model.gpt_neox
+    if not hasattr(model, "embed_out"):
+        raise PartitionError("its head has another name than embed_out, as in transformers 5")
     layers = together([layer_arguments(layer) for layer in base.layers])
     same((base.final_layer_norm.eps, layers["layernorm_epsilon"]), "epsilons of norms")
     head = head_arguments(model, CALL, base.embed_in, None, base.final_layer_norm, model.embed_out)
