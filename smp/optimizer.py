@@ -241,7 +241,8 @@ class DistributedOptimizer(Optimizer):
             )
         layout = self._whole_layout()
         state = optimizer_state.gather(rt, self.optimizer, self._names(), layout)
-        return {"state": state, "param_groups": optimizer_state.full_groups(self.optimizer, layout)}
+        groups = optimizer_state.full_groups(self.optimizer, layout)
+        return {"state": state, "param_groups": groups, optimizer_state.NAMES_KEY: layout}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a full state dict or this rank's partial one; collective over all ranks.

@@ -107,6 +107,11 @@ def distributed_run(steps: int, when: str = "before") -> tuple[Any, smp.Distribu
     return model, optimizer
 
 
+def without_names(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A full state dict says besides which position is whose, which plain optimizers pass over."""
+    return {key: value for key, value in state_dict.items() if key != "_smp_param_names"}
+
+
 @pytest.mark.parametrize("when", ["before", "raw"])
 @on_ranks(4, config=PP_TP)
 def test_full_state_is_that_of_one_process(when: str) -> None:
@@ -115,7 +120,7 @@ def test_full_state_is_that_of_one_process(when: str) -> None:
     model, optimizer = distributed_run(3, when)
     assert_same_parameters(model.module, reference_module)
     state_dict = optimizer.state_dict()
-    assert_same_state(state_dict, reference.state_dict())
+    assert_same_state(without_names(state_dict), reference.state_dict())
     # a plain optimizer of one process continues from it
     single = copy.deepcopy(reference_module)
     plain = torch.optim.AdamW(groups_of(single), lr=5.0)
@@ -136,7 +141,7 @@ def test_full_state_of_optimizers_made_from_local_parameters_follows_the_module(
         [{**group, "params": params} for group, params in zip(groups_of(module), in_order)], lr=1e-2
     )
     trained(module, range(2), reference)
-    assert_same_state(optimizer.state_dict(), reference.state_dict())
+    assert_same_state(without_names(optimizer.state_dict()), reference.state_dict())
 
 
 @pytest.mark.parametrize("deferred", [False, True])

@@ -33,6 +33,10 @@ Layout = list[list[str]]
 Entries = dict[str, dict[str, Any]]
 
 
+# State of torch's optimizers that has the shape of its parameter.
+_LIKE_THE_PARAMETER = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg")
+
+
 def merge_layouts(layouts: Sequence[Layout], module_order: Sequence[str]) -> Layout:
     """The whole optimizer's layout from what each rank of a replica knows.
 
@@ -126,8 +130,11 @@ def split_full(
 ) -> dict[str, Any]:
     """This rank's part of a full state dict, as one that `optimizer.load_state_dict` takes.
 
+    One of ours says which position is whose: the order in which an optimizer was given the parameters may have changed
+    since. One of a plain optimizer goes by position.
+
     Raises:
-        CheckpointError: its groups do not have as many parameters as `layout`.
+        CheckpointError: its groups do not have as many parameters as `layout`, or other ones, or other shapes.
     """
     saved = state_dict["param_groups"]
     lengths, expected = [len(group["params"]) for group in saved], [len(group) for group in layout]
@@ -136,8 +143,9 @@ def split_full(
             f"the full optimizer state has parameter groups of {lengths} parameters, the model's optimizer has "
             f"{expected}: it was saved from another model or another grouping"
         )
+    order = _saved_order(state_dict, layout)
     position_of = {
-        name: position for group, names_of in zip(saved, layout) for position, name in zip(group["params"], names_of)
+        name: position for group, names_of in zip(saved, order) for position, name in zip(group["params"], names_of)
     }
     entries: Entries = {}
     for group in optimizer.param_groups:
@@ -145,8 +153,34 @@ def split_full(
             name = names[id(param)]
             state = state_dict["state"].get(position_of[name])
             if state is not None:
+                _check_shapes(name, param, state)
                 entries[name] = _split(param, state)
     return take_local(optimizer, names, saved, entries)
+
+
+def _saved_order(state_dict: Mapping[str, Any], layout: Layout) -> Layout:
+    """Names by position in the groups of a full state dict."""
+    saved: Layout = state_dict.get(NAMES_KEY, layout)
+    for theirs, ours in zip(saved, layout):
+        if set(theirs) != set(ours):
+            there, here = sorted(set(theirs) - set(ours)), sorted(set(ours) - set(theirs))
+            raise CheckpointError(
+                f"the full optimizer state is of other parameters: it has {', '.join(there[:3])}, the model has "
+                f"{', '.join(here[:3])}; it was saved from another model, or with another choice of what is split"
+            )
+    return saved
+
+
+def _check_shapes(name: str, param: Tensor, state: Mapping[str, Any]) -> None:
+    spec = getattr(param, "_smp_shard", None)
+    whole = tuple(param.shape if spec is None else spec.global_shape)
+    for key in _LIKE_THE_PARAMETER:
+        value = state.get(key)
+        if isinstance(value, Tensor) and tuple(value.shape) != whole:
+            raise CheckpointError(
+                f"the full optimizer state has {key} of shape {tuple(value.shape)} for {name} of shape {whole}: its "
+                "parameters are in another order, or of another model"
+            )
 
 
 def _split(param: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:

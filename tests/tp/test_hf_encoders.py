@@ -194,6 +194,48 @@ def test_values_of_from_pretrained_are_kept(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["bert: masked words", "vit: classifier"])
 @on_ranks(2)
+def test_an_optimizers_state_goes_over_between_orders_of_parameters(name):
+    """An optimizer that is made before the model has the original's order of parameters, one made after it the twin's:
+    training goes on alike in both."""
+    case, _ = CASES[name]
+    batch = job_batch(case, 2, 0, torch.float64)
+    saved: dict[str, Any] = {}
+    losses: dict[bool, list[float]] = {}
+    for early in (True, False):
+        runtime.reset()
+        smp.init(config(2, True))
+        module = build(case, torch.float64)
+        smp.set_tensor_parallelism(module)
+        plain = torch.optim.Adam(module.parameters(), lr=0.01) if early else None
+        model = smp.DistributedModel(module)
+        optimizer = smp.DistributedOptimizer(plain or torch.optim.Adam(model.parameters(), lr=0.01))
+
+        @smp.step
+        def train(model: Any, batch: Any) -> Tensor:
+            loss: Tensor = case.loss_of(model(**batch))
+            model.backward(loss)
+            return loss
+
+        def run(steps: int, model: Any = model, optimizer: Any = optimizer, train: Any = train) -> list[float]:
+            seen = []
+            for _ in range(steps):
+                optimizer.zero_grad()
+                seen.append(float(train(model, batch).reduce_mean()))
+                optimizer.step()
+            return seen
+
+        if early:
+            run(2)
+            saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        else:
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+        losses[early] = run(2)
+    assert losses[True] == pytest.approx(losses[False], rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["bert: masked words", "vit: classifier"])
+@on_ranks(2)
 def test_a_delayed_model_starts_as_a_whole_one(name):
     """Nothing is initialised twice, fused matrices as their parts are."""
     case, family = CASES[name]
