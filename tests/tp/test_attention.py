@@ -12,7 +12,7 @@ from smp.errors import PartitionError, StepError, UsageError
 from smp.tp.positions import alibi_slopes
 from tests.harness import on_ranks
 from tests.tp.test_transformer import NO_DROPOUT, PRE, N, S, grid, hidden, on_tp, padding
-from tests.tp.transformer_twin import Twin, assert_equals_twin, setup
+from tests.tp.transformer_twin import Twin, assert_equals_twin, loss_of, randomise, setup, whole_weights
 from tests.tp.twins import tp_group
 
 SMALLEST = torch.finfo(torch.float64).min
@@ -162,6 +162,35 @@ def test_grouped_heads_have_the_gradients_of_one_process(kv_heads):
                 lambda module, x: module(x),
                 lambda w, x, options=options: run_twin(w, options, *x),
             )
+    runtime.reset()
+
+
+@pytest.mark.parametrize("prescaled", [False, True])
+@on_ranks(2)
+def test_fifty_steps_of_grouped_heads_have_the_losses_of_one_process(prescaled):
+    """PITFALLS a1-4: ranks that agree can agree on a wrong value, which shows after some steps."""
+    setup(2, prescaled, "memory")
+    options = {**SIZES, "num_key_value_heads": 2, "causal_mask_size": 16}
+    layer = smp.nn.DistributedAttentionLayer(**options, **ATTENTION_ONLY).double()
+    randomise(layer)
+    weights = whole_weights(layer)
+    model, own = smp.DistributedModel(layer), 0 if prescaled else tp_group().rank
+    optimizers = [torch.optim.SGD(params, lr=0.05) for params in (model.parameters(), weights.values())]
+    generator = torch.Generator().manual_seed(7)
+    batches = [torch.randn(N, S, 16, generator=generator, dtype=torch.float64) for _ in range(1 if prescaled else 2)]
+    first = None
+    for step in range(50):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = loss_of(model((batches[own], None)), own)
+        loss.backward()
+        losses = [loss_of(run_twin(weights, options, x, None), part) for part, x in enumerate(batches)]
+        torch.stack(losses).mean().backward()
+        assert float(loss) == pytest.approx(float(losses[own]), rel=1e-7), step
+        first = first or float(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert float(loss) < 0.9 * first
     runtime.reset()
 
 
