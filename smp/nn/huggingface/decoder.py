@@ -222,7 +222,8 @@ class Names:
     Args:
         base, layers, words, places, dropout, norm: of the model without a head, relative to the model with one.
         places: None: there is no table of places.
-        head: of the language model's head.
+        heads: of the language model's head, one name or several, where versions differ; what is translated without a
+            model gets the first one, which all read.
     """
 
     base: str
@@ -231,7 +232,7 @@ class Names:
     places: str | None
     dropout: str
     norm: str
-    head: str
+    heads: tuple[str, ...]
 
 
 def family_of(
@@ -263,9 +264,10 @@ def family_of(
         *inside(f"{names.layers}.{{n}}.", "transformer.seq_layers.{n}.", rules),
         *weight_and_bias(names.norm, "layernorm"),
     )
+    tied_to = f"{names.base}.{names.words}.weight"
     head = (
-        Rule(f"{names.head}.weight", "lm_head.weight", tied_to=f"{names.base}.{names.words}.weight"),
-        Rule(f"{names.head}.bias", "lm_head.bias"),
+        *(Rule(f"{theirs}.weight", "lm_head.weight", tied_to=tied_to) for theirs in names.heads),
+        *(Rule(f"{theirs}.bias", "lm_head.bias") for theirs in names.heads),
     )
     model_rules = (*inside(f"{names.base}.", "", tables), *head)
     blocks = f"{names.base}.{names.layers}"
@@ -277,7 +279,7 @@ def family_of(
         (blocks, "transformer.seq_layers"),
         (f"{blocks}.{{n}}", "transformer.seq_layers.{n}"),
         *((f"{blocks}.{{n}}.{theirs}", f"transformer.seq_layers.{{n}}.{ours}") for theirs, ours in modules),
-        (names.head, "lm_head"),
+        *((theirs, "lm_head") for theirs in names.heads),
     )
     model = Replacement(
         cls=f"{path}.{classes[0]}",

@@ -89,7 +89,7 @@ FAMILY = family_of(
     ("GPT2LMHeadModel", "GPT2Block"),
     (model_arguments, layer_arguments),
     lambda layer: layer.attn.config,
-    Names("transformer", "h", "wte", "wpe", "drop", "ln_f", "lm_head"),
+    Names("transformer", "h", "wte", "wpe", "drop", "ln_f", ("lm_head",)),
     RULES,
     (("attn", "attention"), ("crossattention", "cross_attention"), ("mlp", "output")),
 )

@@ -82,7 +82,7 @@ FAMILY = family_of(
     ("GPTJForCausalLM", "GPTJBlock"),
     (model_arguments, layer_arguments),
     lambda layer: layer.attn.config,
-    Names("transformer", "h", "wte", None, "drop", "ln_f", "lm_head"),
+    Names("transformer", "h", "wte", None, "drop", "ln_f", ("lm_head",)),
     RULES,
     (("attn", "attention"), ("mlp", "output")),
 )

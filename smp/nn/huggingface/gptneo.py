@@ -77,7 +77,7 @@ FAMILY = family_of(
     ("GPTNeoForCausalLM", "GPTNeoBlock"),
     (model_arguments, layer_arguments),
     lambda layer: layer.attn.attention.config,
-    Names("transformer", "h", "wte", "wpe", "drop", "ln_f", "lm_head"),
+    Names("transformer", "h", "wte", "wpe", "drop", "ln_f", ("lm_head",)),
     RULES,
     (("attn", "attention"), ("mlp", "output")),
 )

@@ -9,6 +9,7 @@ from smp.nn.huggingface.arguments import activation_of, parameters_of
 from smp.nn.huggingface.decoder import Call, Names, check_config, family_of, head_arguments, same, together
 from smp.tp.families import Arguments, HeadMajor, Rule, weight_and_bias
 
+HEADS = ("embed_out", "lm_head")  # in transformers 4 and 5; 5 reads files with either
 CALL = Call("CausalLMOutputWithPast", types_are_words=False)
 
 
@@ -62,11 +63,9 @@ def model_arguments(model: Any) -> Arguments:
         PartitionError: something that the twin does not know.
     """
     base = model.gpt_neox
-    if not hasattr(model, "embed_out"):
-        raise PartitionError("its head has another name than embed_out, as in transformers 5")
     layers = together([layer_arguments(layer) for layer in base.layers])
     same((base.final_layer_norm.eps, layers["layernorm_epsilon"]), "epsilons of norms")
-    head = head_arguments(model, CALL, base.embed_in, None, base.final_layer_norm, model.embed_out)
+    head = head_arguments(model, CALL, base.embed_in, None, base.final_layer_norm, model.get_output_embeddings())
     return (), {**layers, **head, "embedding_dropout_prob": base.emb_dropout.p}
 
 
@@ -86,7 +85,7 @@ FAMILY = family_of(
     ("GPTNeoXForCausalLM", "GPTNeoXLayer"),
     (model_arguments, layer_arguments),
     lambda layer: layer.attention.config,
-    Names("gpt_neox", "layers", "embed_in", None, "emb_dropout", "final_layer_norm", "embed_out"),
+    Names("gpt_neox", "layers", "embed_in", None, "emb_dropout", "final_layer_norm", HEADS),
     RULES,
     (("attention", "attention"), ("mlp", "output")),
 )
