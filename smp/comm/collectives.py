@@ -106,7 +106,7 @@ def all_gather(tensor: Tensor, group: Group, dim: int = 0, *, checked: bool | st
     if checked and _mpi_comm(tensor, group) is not None:
         return _joined(exchange([source] * group.size, group, call), dim)
     if checked:
-        _check_digest(source, group, call)
+        check_alike(source, group, call)
     return _joined(_gather(source, group)(), dim)
 
 
@@ -159,7 +159,7 @@ def all_to_all(tensor: Tensor, group: Group, split_dim: int, concat_dim: int, *,
         _wait(comm.Ialltoall(memory(source), memory(out)), call, group)
         return _joined(out, concat_dim)
     if checked:
-        _check_digest(pieces[0], group, call)
+        check_alike(pieces[0], group, call)
     with _blocking("all_to_all", group):
         dist.all_to_all_single(out.view(-1), source.view(-1), group=group.process_group)
     return _joined(out, concat_dim)
@@ -280,9 +280,13 @@ def _called(operation: str, checked: bool | str) -> str:
     return f"{operation} for {checked}" if isinstance(checked, str) else operation
 
 
-def _check_digest(piece: Tensor, group: Group, call: str) -> None:
-    """Compares what the ranks are about to do, where the collective itself would not notice. On CUDA without MPI only
-    with SMP_DEBUG=1: the host would have to wait for the device."""
+def check_alike(piece: Tensor, group: Group, call: str) -> None:
+    """Compares what the ranks are about to do, with tensors of which shape and dtype, where the collective itself would
+    not notice. On CUDA without MPI only with SMP_DEBUG=1: the host would have to wait for the device.
+
+    Raises:
+        StepError: on every rank: they are not alike.
+    """
     digest = digest_of(piece, call)
     comm = runtime.get().transport.comm(group)
     mine = torch.tensor([digest, -digest])

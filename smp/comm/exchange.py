@@ -156,9 +156,10 @@ def raise_mismatch(piece: Tensor, group: Group, call: str) -> None:
     )
     if len({what for what, _, _ in answers}) > 1:
         raise StepError(
-            f"the ranks of one {group.kind.name} are in different modules: {shown}. They join their batches in every "
-            "split module, so a branch that depends on a tensor's value must go the same way on all of them: let "
-            "them agree on it first, or use prescaled_batch"
+            f"the ranks of one {group.kind.name} are in different modules, or were given different arguments: {shown}. "
+            "They join their batches in every split module, so a branch that depends on a tensor's value must go the "
+            "same way on all of them, and what one of them is given all must be given: let them agree on it first, or "
+            "use prescaled_batch"
         )
     raise StepError(
         f"the ranks of one {group.kind.name} joined their batches with different shapes: {shown}. Every tp_rank must "

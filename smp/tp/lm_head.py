@@ -150,10 +150,13 @@ class DistributedTransformerLMHead(DistributedModule):
                 number of places that count.
 
         Raises:
-            StepError: `inputs` is not such a tuple, or has what this model has no table for.
+            StepError: `inputs` is not such a tuple, or has what this model has no table for, or other tp_ranks were
+                given other ones of these.
         """
         ids, mask, token_types, positions, cross, cross_mask, labels = self._taken_apart(inputs)
         region, rows = Region.of(self, ids), ids.shape[0]
+        given = {"token_type_ids": token_types, "position_ids": positions, "labels": labels}
+        region.expect_same(ids, attention_mask=mask, cross_mask=cross_mask, **given)
         cross_region = region if cross is None else Region.of(self, cross)
         states = States(
             self._embedded(ids, token_types, positions, region.dim),

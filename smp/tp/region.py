@@ -107,6 +107,17 @@ class Region:
         """How messages that meet other ranks' batches are checked, see collectives.all_gather."""
         return self.path or True
 
+    def expect_same(self, hidden: Tensor, **arguments: Tensor | None) -> None:
+        """Where batches are joined: sees that all ranks were given the same ones of these arguments.
+
+        Raises:
+            StepError: on every rank: one has an argument that another one has not.
+        """
+        if self.shared or self.group.size == 1 or collectives.is_structure(hidden):
+            return
+        given = ", ".join(name for name, argument in arguments.items() if argument is not None)
+        collectives.check_alike(hidden, self.group, f"{self.path or 'a distributed module'} given {given or 'no more'}")
+
     # ---- hidden states
 
     def enter(self, x: Tensor) -> Tensor:
@@ -271,10 +282,11 @@ def open_region(
         position_ids: [N or 1, S].
 
     Raises:
-        StepError: `inputs` is not such a tuple.
+        StepError: `inputs` is not such a tuple, or other tp_ranks were given other ones of the arguments.
     """
     hidden, cross_states, mask, cross_mask = _taken_apart(module, inputs, cross)
     region = Region.of(module, hidden)
+    region.expect_same(hidden, attention_mask=mask, cross_mask=cross_mask, position_ids=position_ids)
     rows = hidden.shape[0]
     cross_region = region if cross_states is None else Region.of(module, cross_states)
     return region, States(

@@ -167,3 +167,20 @@ def test_whole_parameters_cannot_drift_apart(optimize):
             for other in collectives.all_gather(param.detach().unsqueeze(0), runtime.get().group(kind)):
                 assert torch.equal(other, param), name
     runtime.reset()
+
+
+@pytest.mark.parametrize("optimize", ["speed", "memory"])
+@on_ranks(2)
+def test_what_one_rank_is_given_and_another_is_not_is_an_error_at_once(optimize):
+    """Joined batches: ranks would wait for each other in different messages, or take one argument for another."""
+    setup(2, prescaled=False, optimize=optimize)
+    layer = smp.nn.DistributedTransformerLayer(**SIZES, **NO_DROPOUT)
+    mask = torch.zeros(N, 1, 1, S) if smp.tp_rank() == 0 else None
+    with pytest.raises(smp.SmpError, match="given attention_mask"):
+        layer((torch.randn(N, S, H), mask))
+    head = smp.nn.DistributedTransformerLMHead(1, **SIZES, vocab_size=8, num_positions=S, num_token_types=2)
+    ids = torch.zeros(N, S, dtype=torch.long)
+    types, positions = (ids, None) if smp.tp_rank() == 0 else (None, ids)
+    with pytest.raises(smp.SmpError, match="given token_type_ids.*given position_ids"):
+        head((ids, None, types, positions, None))
+    head((ids, None, ids, ids, None))
