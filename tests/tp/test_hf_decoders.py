@@ -1,5 +1,6 @@
 """GPT-2, GPT-Neo, GPT-J and GPT-NeoX of `transformers`, split as a whole or layer by layer, against one process."""
 
+import copy
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -421,8 +422,29 @@ def test_layers_say_what_they_cannot_give():
     first = model(ids)
     with pytest.raises(StepError, match="past_key_values"):
         model(ids[:, -1:], past_key_values=first.past_key_values)
-    with pytest.raises(StepError, match="output_attentions"):
-        model(ids, output_attentions=True)
+
+
+@on_ranks(2, config={"tensor_parallel_degree": 2, "ddp": True})
+def test_layers_tell_hidden_states_and_refuse_attentions():
+    """Also where a model gathers them on the side, and where it is asked by its configuration."""
+    for name in MODELS:
+        runtime.get().model = None
+        module = MODELS[name](classifier_of(name), pad_token_id=0, **EAGER).eval()
+        whole = copy.deepcopy(module)
+        smp.set_tensor_parallelism(module)
+        model = smp.DistributedModel(module)
+        assert sum(isinstance(part, DistributedTransformerLayer) for part in module.modules()) == 4
+        batch = classified(3, torch.Generator().manual_seed(smp.rank()))
+        got = model(**batch, output_hidden_states=True).hidden_states
+        want = whole(**batch, output_hidden_states=True).hidden_states
+        assert len(got) == len(want) == 5
+        seen = batch["attention_mask"].bool()
+        assert all(torch.allclose(a[seen], b[seen], atol=1e-5) for a, b in zip(got, want)), name
+        with pytest.raises(StepError, match="output_attentions"):
+            model(**batch, output_attentions=True)
+        module.config.output_attentions = True
+        with pytest.raises(StepError, match="output_attentions"):
+            model(**batch)
 
 
 # Delayed initialisation

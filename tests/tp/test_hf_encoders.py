@@ -314,8 +314,10 @@ def test_arguments_that_split_layers_do_not_take_are_refused():
     cross: dict[str, Any] = {"encoder_hidden_states": torch.randn(2, 3, hf_models.WIDTH)}
     with pytest.raises(StepError, match="add_cross_attention"):
         module(**batch, **cross)
-    with pytest.raises(StepError, match="head_mask"):
-        converted(vit()())(pixel_values=torch.randn(2, 3, 8, 8), head_mask=heads)
+    images = converted(vit()())
+    for arguments in ({"head_mask": heads}, {"output_attentions": True}):
+        with pytest.raises(StepError, match=next(iter(arguments))):
+            images(pixel_values=torch.randn(2, 3, 8, 8), **arguments)
 
 
 @on_ranks(2, config=config(2, False))

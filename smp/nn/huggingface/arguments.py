@@ -138,3 +138,17 @@ def record_as(layer: nn.Module, twin: type[DistributedModule]) -> None:
                 if more not in recorders:
                     recorders = [*recorders, more]
             records[key] = recorders if len(recorders) > 1 else known
+
+
+def refuse_attentions(twin: nn.Module, around: Sequence[nn.Module]) -> None:
+    """For `Replacement.around`: models around a twin that has no attention probabilities to give refuse to be asked for
+    them. Not all models pass the wish on to their layers; some look for whole attentions, and would tell of none."""
+    for model in around:
+        if hasattr(model, "config") and _refuse_attentions not in model._forward_pre_hooks.values():
+            model.register_forward_pre_hook(_refuse_attentions, with_kwargs=True)
+
+
+def _refuse_attentions(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    for name in ("output_attentions", "output_cross_attentions"):
+        asked = kwargs.get(name)
+        refuse(**{name: getattr(model.config, name, None) if asked is None else asked})

@@ -15,6 +15,7 @@ from smp.nn.huggingface.arguments import (
     parameters_of,
     record_as,
     refuse,
+    refuse_attentions,
     refuse_filled_cache,
 )
 from smp.tp.families import FUSED_KV, FUSED_QKV, Arguments, Family, Place, Replacement, Rule, weight_and_bias
@@ -115,10 +116,14 @@ def layer_arguments(layer: Any) -> Arguments:
     }
 
 
-def always_pass_masks(layer: Any, around: Sequence[Any]) -> None:
-    """Where batches are joined, a model must not leave out a mask that hides nothing in its own batch: another rank's
+def adapt_models(layer: Any, around: Sequence[Any]) -> None:
+    """Models around a layer refuse to be asked for attention probabilities, and always pass masks.
+
+    Where batches are joined, a model must not leave out a mask that hides nothing in its own batch: another rank's
     batch may have something to hide, and masks are joined. On their way for plain attention models pass them always.
-    (Those of transformers 5 do not: see DistributedBertLayer's `always_masked`.)"""
+    (Those of transformers 5 do not: see DistributedBertLayer's `always_masked`.)
+    """
+    refuse_attentions(layer, around)
     if layer.tp_group.size > 1 and not layer.shared_batch:
         for module in around:
             if getattr(module, "attn_implementation", None) == "sdpa":
@@ -174,7 +179,7 @@ def family_of(name: str, path: str, cls: str, model_types: tuple[str, ...]) -> F
                 rules=RULES,
                 modules=MODULES,
                 config=lambda layer: None,
-                around=always_pass_masks,
+                around=adapt_models,
             ),
         ),
         places=tuple(Place(prefix, prefix, RULES) for prefix in prefixes),

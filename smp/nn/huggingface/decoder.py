@@ -7,7 +7,14 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from smp.errors import PartitionError, StepError
-from smp.nn.huggingface.arguments import filled_in, parameters_of, refuse, refuse_filled_cache
+from smp.nn.huggingface.arguments import (
+    filled_in,
+    parameters_of,
+    record_as,
+    refuse,
+    refuse_attentions,
+    refuse_filled_cache,
+)
 from smp.tp.families import Arguments, Family, Place, Replacement, Rule, inside, weight_and_bias
 from smp.tp.lm_head import DistributedTransformerLMHead
 from smp.tp.transformer import DistributedTransformerLayer
@@ -258,6 +265,11 @@ def family_of(
         names: where pieces stand.
         rules, modules: of a layer.
     """
+
+    def layer_arguments(layer: Any) -> Arguments:
+        record_as(layer, DistributedDecoderLayer)
+        return arguments[1](layer)
+
     tables = (
         Rule(f"{names.words}.weight", "word_embedding.weight"),
         *(() if names.places is None else (Rule(f"{names.places}.weight", "position_embedding.weight"),)),
@@ -292,10 +304,11 @@ def family_of(
     layer = Replacement(
         cls=f"{path}.{classes[1]}",
         twin=DistributedDecoderLayer,
-        arguments=arguments[1],
+        arguments=layer_arguments,
         rules=rules,
         modules=modules,
         config=config,
+        around=refuse_attentions,
     )
     prefixes = (f"{blocks}.{{n}}.", f"{names.layers}.{{n}}.")
     places = (Place("", "", model_rules), Place("", "", tables), *(Place(p, p, rules) for p in prefixes))

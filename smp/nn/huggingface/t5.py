@@ -1,9 +1,12 @@
 """T5, MT5 and UMT5: every block becomes one that is cut inside (t5_block.py), the rest of the model stays as it is."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from smp.errors import PartitionError
-from smp.nn.huggingface.arguments import parameters_of, record_as
+from torch import nn
+
+from smp.errors import PartitionError, StepError
+from smp.nn.huggingface.arguments import parameters_of, record_as, refuse_attentions
 from smp.nn.huggingface.t5_block import DistributedT5Block, DistributedUMT5Block, Sizes
 from smp.tp.families import FUSED_KV, FUSED_QKV, Arguments, Family, Place, Replacement, Rule
 
@@ -47,6 +50,29 @@ def _arguments(block: Any, twin: type[DistributedT5Block]) -> Arguments:
     return (sizes_of(block),), {}
 
 
+def _surroundings(block: DistributedT5Block, around: Sequence[Any]) -> None:
+    """What the models around a block refuse: attention probabilities, where the block has none to give, and blocks of
+    which only some are split, where one hands its position bias to the next."""
+    if block.sizes.since_v5:
+        refuse_attentions(block, around)
+    if isinstance(block, DistributedUMT5Block):
+        return
+    for stack in around:
+        blocks = getattr(stack, "block", None)
+        if isinstance(blocks, nn.ModuleList) and _refuse_mixed not in stack._forward_pre_hooks.values():
+            stack.register_forward_pre_hook(_refuse_mixed)
+
+
+def _refuse_mixed(stack: Any, args: Any) -> None:
+    split = [isinstance(block, DistributedT5Block) for block in stack.block]
+    if len(set(split)) > 1:
+        raise StepError(
+            f"block {split.index(True)} of an encoder or decoder of T5 is split over the tensor-parallel group, block "
+            f"{split.index(False)} is whole, and one cannot take over the other's position bias: mark all of its "
+            "blocks for tensor parallelism, or none of them"
+        )
+
+
 def _same(*names: str) -> tuple[Rule, ...]:
     return tuple(Rule(name, name) for name in names)
 
@@ -74,6 +100,7 @@ def _replacement(cls: str, twin: type[DistributedT5Block]) -> Replacement:
         arguments=lambda block: _arguments(block, twin),
         rules=RULES,
         config=lambda block: None,
+        around=_surroundings,
     )
 
 

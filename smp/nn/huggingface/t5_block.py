@@ -173,7 +173,8 @@ class DistributedT5Block(DistributedModule):
         (hidden states, position bias, attention probabilities if asked for, and both of the cross attention).
 
         Raises:
-            StepError: an argument that the twin does not know, as a head mask, or the position bias of a whole block.
+            StepError: an argument that the twin does not know, as a head mask, the position bias of a whole block, or
+                attention probabilities are asked for in transformers 5.
         """
         run = _Run(self, bound(self.sizes.parameters, args, kwargs), kwargs.get("cache_position"))
         return self._result(run.region.leave(run.hidden), run)
@@ -208,6 +209,7 @@ class _Run:
         states, cross_mask = given.pop("encoder_hidden_states", None), given.pop("encoder_attention_mask", None)
         bias = given.pop("position_bias", None)
         cross_bias = given.pop("encoder_decoder_position_bias", None)
+        # Models of transformers 5 look for attentions that are whole, so there it is refused.
         self.tell = not self.sizes.since_v5 and bool(given.pop("output_attentions", False))
         caches = [given.pop(name, None) for name in ("cache", "past_key_values")]
         self.cache: Any = next((cache for cache in caches if cache is not None), None)

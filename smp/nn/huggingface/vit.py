@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from smp.errors import PartitionError
-from smp.nn.huggingface.arguments import activation_of, bound, parameters_of, record_as, refuse
+from smp.nn.huggingface.arguments import activation_of, bound, parameters_of, record_as, refuse, refuse_attentions
 from smp.nn.huggingface.bert import fused
 from smp.tp.families import Arguments, Family, Place, Replacement, weight_and_bias
 from smp.tp.transformer import DistributedTransformerLayer
@@ -106,6 +106,7 @@ FAMILY = Family(
             rules=(*RULES_V4, *RULES_V5[: -len(_NORMS)]),
             modules=(("attention", "attention"),),
             config=lambda layer: None,
+            around=refuse_attentions,
         ),
     ),
     places=(
