@@ -431,7 +431,7 @@ class DistributedModel(ModelViews):
     def _step_failed(self) -> None:
         self._calls_replaced = None
         self._in_pass = False
-        self.engine.step_failed(self._num_microbatches)
+        self.engine.step_failed()
         if self.reducer is not None:
             self.reducer.abort()
 

@@ -73,7 +73,7 @@ class Transport(ABC):
     in_order = False  # whether order alone matches messages, so that they must be received as they are sent
 
     def __init__(self, world: World, monitor: Monitor) -> None:
-        self.lost_microbatches = 0  # of steps that failed, of whatever model: messages under their tags may still come
+        self.num_microbatches = 0  # that steps of any model have begun: each has tags of its own
         self.world = world
         self.monitor = monitor
         self.rank = world.rank

@@ -92,10 +92,8 @@ class Engine:
             self._learned.append(signature)
         self.structures[signature] = structure
 
-    def step_failed(self, num_microbatches: int) -> None:
-        """A step has failed, on all stages: what it has sent, and not every stage has received, must not be taken for
-        what later steps send, and what it has learned, not every stage knows."""
-        self.transport.lost_microbatches += num_microbatches
+    def step_failed(self) -> None:
+        """A step has failed, on all stages: what it has learned, not every stage knows."""
         for signature in self._learned:
             del self.structures[signature]
         self._learned.clear()
@@ -203,10 +201,15 @@ class Written:
 
 
 class StepContext:
-    """One step on this rank: messages under the step's tags, random streams, and who may still reach a parameter."""
+    """One step on this rank: messages under the step's tags, random streams, and who may still reach a parameter.
 
-    def __init__(self, engine: Engine, streams: Streams, seed: int, reach: Reach) -> None:
+    `first` is the number of its first microbatch among all that the job has begun, the same on every stage: messages of
+    a step that failed are not taken for those of later ones.
+    """
+
+    def __init__(self, engine: Engine, streams: Streams, seed: int, reach: Reach, first: int) -> None:
         self.engine = engine
+        self.first = first
         self.streams = streams
         self.seed = seed
         self.reach = reach

@@ -61,7 +61,7 @@ class Program:
         self.weights = PutOff(step.reach.release)
         self.tape = Tape(engine.rank, self.weights.release)
         self._order = 0
-        self._next_tag = (engine.transport.lost_microbatches + index) % _MAX_MICROBATCHES * _TAGS_PER_MICROBATCH
+        self._next_tag = (step.first + index) % _MAX_MICROBATCHES * _TAGS_PER_MICROBATCH
         self._last_tag = self._next_tag + _TAGS_PER_MICROBATCH - 2
         self._known: dict[int, tuple[torch.Tensor, Value]] = {}  # parameters and adopted tensors by id
 

@@ -202,10 +202,10 @@ class _StepFunction:
                 "with pipeline_parallel_degree > 1, make the smp.DistributedModel before calling a step function."
             )
         engine: Engine = model.engine
-        parts, seed, plain = self._share(rt, engine, arguments, count, seed)
+        parts, seed, plain, first = self._share(rt, engine, arguments, count, seed)
         streams = rng.Streams(_salt(rt))
         reach = Reach(model._parameter_done)
-        context = StepContext(engine, streams, rng.mix(seed, rt.rdp_rank), reach)
+        context = StepContext(engine, streams, rng.mix(seed, rt.rdp_rank), reach, first)
         programs = [Program(k, engine, context) for k in range(count)]
         # The last backward reduces gradients while it still runs: parameter by parameter, not stage by stage.
         programs[-1].joins_calls = rt.dp_size == 1
@@ -275,9 +275,10 @@ class _StepFunction:
 
     def _share(
         self, rt: Runtime, engine: Engine, arguments: dict[str, Any], count: int, seed: int
-    ) -> tuple[list[dict[str, Any]], int, tuple[Any, ...]]:
-        """The microbatches' arguments; the seed and the plain values that all ranks go by."""
-        problem, agreed = None, (seed, plain_values(arguments))
+    ) -> tuple[list[dict[str, Any]], int, tuple[Any, ...], int]:
+        """The microbatches' arguments; the seed, the plain values and the first microbatch's number that all ranks go
+        by."""
+        problem, agreed = None, (seed, plain_values(arguments), rt.transport.num_microbatches)
         if engine.rank == 0:
             if rt.tp_size > 1:
                 group = rt.group(CommGroup.TP_GROUP)
@@ -288,8 +289,9 @@ class _StepFunction:
             except StepError as error:
                 problem = str(error)
         group = rt.group(CommGroup.PP_GROUP)
-        shared, agreed = share_arguments(engine, group, arguments, problem, agreed)
-        return split_arguments(shared, count, self._non_split, self._axes), *agreed
+        shared, (seed, plain, first) = share_arguments(engine, group, arguments, problem, agreed)
+        rt.transport.num_microbatches = first + count
+        return split_arguments(shared, count, self._non_split, self._axes), seed, plain, first
 
 
 def _policies(rt: Runtime, engine: Engine) -> list[Policy]:
