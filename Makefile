@@ -26,8 +26,8 @@ test-slow: install
 
 # The Hugging Face tests with the newest transformers, in an environment of its own.
 HF5 := .venv-hf5
-HF_TESTS := tests/tp/test_plan.py tests/tp/test_plan_models.py tests/tp/test_hf.py tests/tp/test_hf_encoders.py \
-	tests/tp/test_hf_t5.py tests/parity/test_hf.py \
+HF_TESTS := tests/tp/test_plan.py tests/tp/test_plan_models.py tests/tp/test_hf.py tests/tp/test_hf_decoders.py \
+	tests/tp/test_hf_encoders.py tests/tp/test_hf_t5.py tests/parity/test_hf.py \
 	tests/examples/test_finetune_hf.py
 
 test-hf5: $(HF5)/.installed

@@ -84,6 +84,8 @@ class Unit:
         cuts: by path below it; see `decide`.
         local: attributes that count heads, with their local values; those with "config." before them are read there.
         why: it is left whole because of this.
+        recorded: models, with what each of them gathers from modules inside of the unit when it is asked to
+            ("router_logits"): inside, batches are joined and gradients partial, so it must not be asked.
     """
 
     name: str
@@ -93,6 +95,7 @@ class Unit:
     cuts: dict[str, Cut] = field(default_factory=dict)
     local: dict[str, int] = field(default_factory=dict)
     why: str = ""
+    recorded: list[tuple[nn.Module, str]] = field(default_factory=list)
 
 
 @dataclass
@@ -133,6 +136,7 @@ def find_units(root: nn.Module, num_parts: int, claimed: Callable[[nn.Module], b
             if isinstance(unit.module, DistributedModule):
                 continue
             try:
+                unit.recorded = list(_recorded_inside(root, unit))
                 decide(unit, num_parts, users)
                 found.units.append(unit)
             except PartitionError as why:
@@ -227,6 +231,26 @@ def _settle_rest(layers: Mapping[str, nn.Module], found: Plans, reach: set[int])
             found.settled.add(id(part))
 
 
+def _recorded_inside(root: nn.Module, unit: Unit) -> Iterator[tuple[nn.Module, str]]:
+    """Models of transformers gather some outputs by hooks on modules of certain classes (`_can_record_outputs`)."""
+    inside = [(f"{unit.name}.{path}", part) for path, part in unit.module.named_modules() if path]
+    for model in root.modules():
+        if not any(part is unit.module for part in model.modules()):
+            continue
+        for key, recorders in (getattr(model, "_can_record_outputs", None) or {}).items():
+            every = recorders if isinstance(recorders, list) else [recorders]
+            if any(_records(recorder, path, part) for recorder in every for path, part in inside):
+                yield model, key
+
+
+def _records(recorder: Any, path: str, part: nn.Module) -> bool:
+    """Whether the outputs of a module are gathered: by its class, the end of its path, and a piece of its path."""
+    cls = recorder if isinstance(recorder, type) else getattr(recorder, "target_class", None)
+    end = recorder if isinstance(recorder, str) else getattr(recorder, "class_name", None)
+    named = (getattr(recorder, "layer_name", None) or "").strip(".") in path
+    return named and ((cls is not None and isinstance(part, cls)) or (end is not None and path.endswith(end)))
+
+
 def _users(root: nn.Module) -> dict[int, list[int]]:
     """By id of a parameter the ids of the modules that have it."""
     users: dict[int, list[int]] = {}
@@ -252,6 +276,9 @@ def decide(unit: Unit, num_parts: int, users: Mapping[int, list[int]]) -> None:
         raise PartitionError("it shares weights with modules outside of it")
     if any(_has_foreign_forward(part) for part in module.modules()):
         raise PartitionError("its forward was replaced on the instance")
+    for model, key in unit.recorded:
+        if getattr(getattr(model, "config", None), f"output_{key}", False):
+            raise PartitionError(f"config.output_{key} is True, which would be gathered from inside of it")
     for path, style in unit.styles.items():
         if style not in STYLES:
             raise PartitionError(f"the plan's style {style!r} (of {path or 'the module itself'}) is not supported")

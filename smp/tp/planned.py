@@ -44,6 +44,7 @@ from smp.tp.plan import Unit
 from smp.tp.shard import ShardSpec, spec_of
 
 _BATCH_ONLY = ("reorder_cache", "batch_repeat_interleave", "batch_select_indices")
+_REFUSED = "_smp_refused_outputs"
 _VARIABLE_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 
 
@@ -73,6 +74,21 @@ def distribute(unit: Unit, group: Group) -> None:
     _become(unit.module, PlannedUnit)
     unit.module.__dict__["_smp_path"] = unit.name
     unit.module.__dict__["_smp_experts"] = unit.experts
+    for model, key in unit.recorded:
+        refused: set[str] = model.__dict__.setdefault(_REFUSED, set())
+        if not refused:
+            model.register_forward_pre_hook(_refuse_recorded, with_kwargs=True)
+        refused.add(f"output_{key}")
+
+
+def _refuse_recorded(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    for name in sorted(model.__dict__[_REFUSED]):
+        asked = kwargs.get(name)
+        if getattr(model.config, name, False) if asked is None else asked:
+            raise StepError(
+                f"{name}: it would be gathered from inside of modules that are split over the tensor-parallel group. "
+                f"Leave it out, or set config.{name} before the model is made, which leaves those modules whole"
+            )
 
 
 def _spec(param: nn.Parameter, dim: int | None, sections: tuple[int, ...], group: Group) -> ShardSpec:

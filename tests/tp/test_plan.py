@@ -19,7 +19,7 @@ from smp.tp.planned import PlannedUnit
 from smp.tp.shard import spec_of
 from tests.harness import on_ranks
 from tests.tp.test_convert import warnings_of
-from tests.tp.test_plan_models import MODELS, SIZES, all_in_float64, model
+from tests.tp.test_plan_models import MODELS, MORE, SIZES, all_in_float64, model
 from tests.tp.twins import config, tp_group
 
 transformers = pytest.importorskip("transformers")
@@ -28,7 +28,7 @@ transformers = pytest.importorskip("transformers")
 def both(name: str, seed: int = 0, **options: Any) -> tuple[Any, Any]:
     """A model that is split, and the same one whole, in float64."""
     torch.manual_seed(seed)
-    build = MODELS[name] if not options else model(name, **options)
+    build = {**MODELS, **MORE}[name] if not options else model(name, **options)
     whole = build().double()
     split = copy.deepcopy(whole)
     smp.set_tensor_parallelism(split)
@@ -279,6 +279,28 @@ def test_attentions_and_router_scores_come_back_whole(prescaled):
             spec = spec_of(a)
             if a.grad is not None and spec is not None:
                 close(a.grad, spec.split(b.grad))
+
+
+@each_batch()
+def test_router_scores_are_those_of_the_own_batch_or_refused(prescaled):
+    """Where a model gathers them inside of a unit (transformers 5: from routers, not from what has one) they are those
+    of all ranks, and their gradients would count once for each rank. There experts stay whole where the configuration
+    asks for them."""
+    split, whole = both("mixtral")
+    ids = tokens(4)
+    if not isinstance(next(part for name, part in whole.named_modules() if name.endswith(".gate")), nn.Linear):
+        for ask in ({"output_router_logits": True}, {}):
+            with pytest.raises(StepError, match="output_router_logits"):
+                split(input_ids=own(ids), **ask)
+            split(input_ids=own(ids), output_router_logits=False)
+            split.config.output_router_logits = True
+        with warnings_of() as lines:
+            split, whole = both("mixtral-balanced")
+        assert tp_group().rank or any("mlp" in line and "output_router_logits" in line for line in lines), lines
+    with all_in_float64():
+        got, want = (each(input_ids=own(ids), output_router_logits=True) for each in (split, whole))
+    for a, b in zip([got.logits, *got.router_logits], [want.logits, *want.router_logits], strict=True):
+        close(a, b)
 
 
 @each_batch()
