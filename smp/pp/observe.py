@@ -125,25 +125,34 @@ def _beside_hooks(module: Any, flags: dict[str, Any], tie: bool) -> Callable[...
     """transformers 5: its hooks gather in a list of their own, on each stage what happens there; that is set right."""
     decorated = type(module).forward
 
-    @functools.wraps(decorated.__get__(module))
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        program = current.program
-        keys = [key for key in flags if _asked_for(module.config, key, kwargs)]
-        if program is None or not keys:
-            return decorated(module, *args, **kwargs)
-        return_dict = kwargs.pop("return_dict", None)
+    def run(observers: Observers, keys: list[str], args: Any, kwargs: dict[str, Any]) -> Any:
         gathered: dict[str, tuple[Any, ...]] = dict.fromkeys(keys, ())
-        with observing(program.observers, _observers(module, flags, keys, gathered)):
+        with observing(observers, _observers(module, flags, keys, gathered)):
             outputs = decorated(module, *args, return_dict=True, **kwargs)
         _add(outputs, gathered, flags, getattr(module.config, "tie_last_hidden_states", None) is not False and tie)
-        wants_dict = getattr(module.config, "return_dict", True) if return_dict is None else return_dict
-        return outputs if wants_dict else outputs.to_tuple()
+        return outputs
 
-    return forward
+    return _when_asked(module, flags, run)
 
 
 def _instead_of_forwards(module: Any, flags: dict[str, Any], inner: Any, tie: bool) -> Callable[..., Any]:
     """transformers 4 would put other forwards on the modules inside."""
+
+    def run(observers: Observers, keys: list[str], args: Any, kwargs: dict[str, Any]) -> Any:
+        gathered: dict[str, tuple[Any, ...]] = defaultdict(tuple)
+        kwargs["use_cache"] = _use_cache(module, kwargs)
+        if kwargs["use_cache"] is None:
+            del kwargs["use_cache"]
+        with observing(observers, _observers(module, flags, keys, gathered)):
+            outputs = inner(module, *args, **kwargs)
+        _add(outputs, gathered, flags, tie)
+        return outputs
+
+    return _when_asked(module, flags, run)
+
+
+def _when_asked(module: Any, flags: dict[str, Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    """The module's forward, but `run(observers, keys, args, kwargs)` where outputs of layers, `keys`, are wanted."""
     decorated = type(module).forward
 
     @functools.wraps(decorated.__get__(module))
@@ -152,14 +161,8 @@ def _instead_of_forwards(module: Any, flags: dict[str, Any], inner: Any, tie: bo
         keys = [key for key in flags if _asked_for(module.config, key, kwargs)]
         if program is None or not keys:
             return decorated(module, *args, **kwargs)
-        gathered: dict[str, tuple[Any, ...]] = defaultdict(tuple)
         return_dict = kwargs.pop("return_dict", None)
-        kwargs["use_cache"] = _use_cache(module, kwargs)
-        if kwargs["use_cache"] is None:
-            del kwargs["use_cache"]
-        with observing(program.observers, _observers(module, flags, keys, gathered)):
-            outputs = inner(module, *args, **kwargs)
-        _add(outputs, gathered, flags, tie)
+        outputs = run(program.observers, keys, args, kwargs)
         wants_dict = getattr(module.config, "return_dict", True) if return_dict is None else return_dict
         return outputs if wants_dict else outputs.to_tuple()
 

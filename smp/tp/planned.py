@@ -300,7 +300,8 @@ class _Entry:
         self.args, self.kwargs = args, kwargs
         signature = unit._smp_signature
         bound = signature.bind(unit, *args, **kwargs).arguments
-        self.takes_mask = "attention_mask" in signature.parameters
+        names = [name for name in signature.parameters if name != "self"]
+        self.mask_place = names.index("attention_mask") if "attention_mask" in names else None
         for name in _VARIABLE_LENGTHS:
             if bound.get(name) is not None or bound.get("kwargs", {}).get(name) is not None:
                 raise self._refused(f"the argument {name} (batches packed without padding)")
@@ -313,10 +314,10 @@ class _Entry:
 
     def joined(self) -> tuple[Any, Any]:
         """The arguments with the batches of all ranks, in order of rank."""
-        if len(self.args) == 1 and not self.kwargs and isinstance(self.args[0], Tensor) and not self.takes_mask:
+        if len(self.args) == 1 and not self.kwargs and isinstance(self.args[0], Tensor) and self.mask_place is None:
             return (gather_batch(self.args[0], self.group, checked=self.unit._smp_path or True),), {}
-        if self.takes_mask:
-            self._bind_mask()
+        if self.mask_place is not None and len(self.args) <= self.mask_place:  # also where it was left out
+            self.kwargs = {**self.kwargs, "attention_mask": self.kwargs.get("attention_mask")}
         leaves, spec = flatten((self.args, self.kwargs))
         tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         first = leaves[tensors[0]]
@@ -337,22 +338,13 @@ class _Entry:
         args, kwargs = unflatten(spec, joined)
         return args, kwargs
 
-    def _bind_mask(self) -> None:
-        """Makes the mask a keyword argument, also where it was left out."""
-        names = [name for name in self.unit._smp_signature.parameters if name != "self"]
-        place = names.index("attention_mask")
-        if len(self.args) <= place:
-            self.kwargs = {**self.kwargs, "attention_mask": self.kwargs.get("attention_mask")}
-
     def _mask_index(self, leaves: list[Any], spec: Any) -> int | None:
-        if not self.takes_mask:
+        if self.mask_place is None:
             return None
         marker = object()
-        names = [name for name in self.unit._smp_signature.parameters if name != "self"]
-        place = names.index("attention_mask")
         args, kwargs = list(self.args), dict(self.kwargs)
-        if len(args) > place:
-            args[place] = marker
+        if len(args) > self.mask_place:
+            args[self.mask_place] = marker
         else:
             kwargs["attention_mask"] = marker
         marked, _ = flatten((tuple(args), kwargs))

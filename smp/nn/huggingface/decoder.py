@@ -193,32 +193,6 @@ def together(layers: Sequence[Arguments]) -> dict[str, Any]:
     return {**sizes, "num_layers": len(kinds), "attention_window": [kind.get("attention_window") for kind in kinds]}
 
 
-def head_arguments(
-    model: Any, call: Call, words: nn.Embedding, places: nn.Embedding | None, norm: nn.LayerNorm, head: nn.Linear
-) -> dict[str, Any]:
-    """Arguments of a DistributedCausalLM that are read in all families alike.
-
-    Raises:
-        PartitionError: something that the twin does not know.
-    """
-    for table in (words, places):
-        if table is not None and (table.padding_idx is not None or table.max_norm is not None):
-            raise PartitionError("a table of embeddings has padding_idx or max_norm")
-    if not isinstance(norm, nn.LayerNorm) or not isinstance(head, nn.Linear):
-        raise PartitionError("its last norm, or its head, is not of the class its model has it of")
-    return {
-        "parameters": parameters_of(model),
-        "call": call,
-        "vocab_size": words.num_embeddings,
-        "num_positions": 0 if places is None else places.num_embeddings,
-        "initializer_range": model.config.initializer_range,
-        "use_normal_initialization": True,
-        "tie_word_embeddings": head.weight is words.weight,
-        "lm_head_bias": head.bias is not None,
-        "logits_with_loss": None,
-    }
-
-
 # Declarations
 
 
@@ -242,12 +216,69 @@ class Names:
     heads: tuple[str, ...]
 
 
+def model_arguments(model: Any, call: Call, names: Names, layer_arguments: Callable[[Any], Arguments]) -> Arguments:
+    """From a model with a language model's head to the arguments of its twin.
+
+    Raises:
+        PartitionError: something that the twin does not know.
+    """
+    base, head = model.get_submodule(names.base), model.get_output_embeddings()
+    layers = together([layer_arguments(layer) for layer in base.get_submodule(names.layers)])
+    norm, words = base.get_submodule(names.norm), base.get_submodule(names.words)
+    places = None if names.places is None else base.get_submodule(names.places)
+    if not isinstance(norm, nn.LayerNorm) or not isinstance(head, nn.Linear):
+        raise PartitionError("its last norm, or its head, is not of the class its model has it of")
+    same((norm.eps, layers["layernorm_epsilon"]), "epsilons of norms")
+    for table in (words, places):
+        if table is not None and (table.padding_idx is not None or table.max_norm is not None):
+            raise PartitionError("a table of embeddings has padding_idx or max_norm")
+    return (), {
+        **layers,
+        "parameters": parameters_of(model),
+        "call": call,
+        "vocab_size": words.num_embeddings,
+        "num_positions": 0 if places is None else places.num_embeddings,
+        "initializer_range": model.config.initializer_range,
+        "use_normal_initialization": True,
+        "embedding_dropout_prob": base.get_submodule(names.dropout).p,
+        "tie_word_embeddings": head.weight is words.weight,
+        "lm_head_bias": head.bias is not None,
+        "logits_with_loss": None,
+    }
+
+
+def _model_rules(names: Names, tables: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """Of a model with a head; `tables` are those of the model without one."""
+    tied_to = f"{names.base}.{names.words}.weight"
+    return (
+        *inside(f"{names.base}.", "", tables),
+        *(Rule(f"{theirs}.weight", "lm_head.weight", tied_to=tied_to) for theirs in names.heads),
+        *(Rule(f"{theirs}.bias", "lm_head.bias") for theirs in names.heads),
+    )
+
+
+def _model_modules(names: Names, modules: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    """Counterparts of the modules of a model with a head; `modules` are those of a layer."""
+    blocks = f"{names.base}.{names.layers}"
+    pieces = ((names.words, "word_embedding"), (names.dropout, "embedding_dropout"), (names.norm, "layernorm"))
+    return (
+        *((f"{names.base}.{theirs}", ours) for theirs, ours in pieces),
+        *(() if names.places is None else ((f"{names.base}.{names.places}", "position_embedding"),)),
+        (names.base, "transformer"),
+        (blocks, "transformer.seq_layers"),
+        (f"{blocks}.{{n}}", "transformer.seq_layers.{n}"),
+        *((f"{blocks}.{{n}}.{theirs}", f"transformer.seq_layers.{{n}}.{ours}") for theirs, ours in modules),
+        *((theirs, "lm_head") for theirs in names.heads),
+    )
+
+
 def family_of(
     name: str,
     model_type: str,
     path: str,
     classes: tuple[str, str],
-    arguments: tuple[Callable[[Any], Arguments], Callable[[Any], Arguments]],
+    call: Call,
+    layer_arguments: Callable[[Any], Arguments],
     config: Callable[[Any], Any],
     names: Names,
     rules: tuple[Rule, ...],
@@ -260,15 +291,15 @@ def family_of(
         name, model_type: see Family.
         path: module of transformers.
         classes: of the model and of a layer, there.
-        arguments: read from a model and from a layer.
-        config: read from a layer.
+        call: how the model is called.
+        layer_arguments, config: read from a layer.
         names: where pieces stand.
         rules, modules: of a layer.
     """
 
-    def layer_arguments(layer: Any) -> Arguments:
+    def recorded_layer_arguments(layer: Any) -> Arguments:
         record_as(layer, DistributedDecoderLayer)
-        return arguments[1](layer)
+        return layer_arguments(layer)
 
     tables = (
         Rule(f"{names.words}.weight", "word_embedding.weight"),
@@ -276,40 +307,24 @@ def family_of(
         *inside(f"{names.layers}.{{n}}.", "transformer.seq_layers.{n}.", rules),
         *weight_and_bias(names.norm, "layernorm"),
     )
-    tied_to = f"{names.base}.{names.words}.weight"
-    head = (
-        *(Rule(f"{theirs}.weight", "lm_head.weight", tied_to=tied_to) for theirs in names.heads),
-        *(Rule(f"{theirs}.bias", "lm_head.bias") for theirs in names.heads),
-    )
-    model_rules = (*inside(f"{names.base}.", "", tables), *head)
-    blocks = f"{names.base}.{names.layers}"
-    pieces = ((names.words, "word_embedding"), (names.dropout, "embedding_dropout"), (names.norm, "layernorm"))
-    model_modules = (
-        *((f"{names.base}.{theirs}", ours) for theirs, ours in pieces),
-        *(() if names.places is None else ((f"{names.base}.{names.places}", "position_embedding"),)),
-        (names.base, "transformer"),
-        (blocks, "transformer.seq_layers"),
-        (f"{blocks}.{{n}}", "transformer.seq_layers.{n}"),
-        *((f"{blocks}.{{n}}.{theirs}", f"transformer.seq_layers.{{n}}.{ours}") for theirs, ours in modules),
-        *((theirs, "lm_head") for theirs in names.heads),
-    )
+    model_rules = _model_rules(names, tables)
     model = Replacement(
         cls=f"{path}.{classes[0]}",
         twin=DistributedCausalLM,
-        arguments=arguments[0],
+        arguments=lambda model: model_arguments(model, call, names, layer_arguments),
         rules=model_rules,
-        modules=model_modules,
+        modules=_model_modules(names, modules),
         attributes=("config", "generation_config"),
     )
     layer = Replacement(
         cls=f"{path}.{classes[1]}",
         twin=DistributedDecoderLayer,
-        arguments=layer_arguments,
+        arguments=recorded_layer_arguments,
         rules=rules,
         modules=modules,
         config=config,
         around=refuse_attentions,
     )
-    prefixes = (f"{blocks}.{{n}}.", f"{names.layers}.{{n}}.")
+    prefixes = (f"{names.base}.{names.layers}.{{n}}.", f"{names.layers}.{{n}}.")
     places = (Place("", "", model_rules), Place("", "", tables), *(Place(p, p, rules) for p in prefixes))
     return Family(name, (model_type,), (model, layer), places)

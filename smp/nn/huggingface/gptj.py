@@ -4,7 +4,7 @@ from typing import Any
 
 from smp.errors import PartitionError
 from smp.nn.huggingface.arguments import activation_of, parameters_of
-from smp.nn.huggingface.decoder import Call, Names, check_config, family_of, head_arguments, same, together
+from smp.nn.huggingface.decoder import Call, Names, check_config, family_of, same
 from smp.tp.families import FUSED_QKV, Arguments, Rule, weight_and_bias
 
 CALL = Call("CausalLMOutputWithPast", types_are_words=True)
@@ -53,19 +53,6 @@ def layer_arguments(layer: Any) -> Arguments:
     }
 
 
-def model_arguments(model: Any) -> Arguments:
-    """From an instance of GPTJForCausalLM to the arguments of its twin.
-
-    Raises:
-        PartitionError: something that the twin does not know.
-    """
-    base = model.transformer
-    layers = together([layer_arguments(layer) for layer in base.h])
-    same((base.ln_f.eps, layers["layernorm_epsilon"]), "epsilons of norms")
-    head = head_arguments(model, CALL, base.wte, None, base.ln_f, model.lm_head)
-    return (), {**layers, **head, "embedding_dropout_prob": base.drop.p}
-
-
 RULES = (
     *weight_and_bias("ln_1", "attention.pre_layernorm"),
     Rule(tuple(f"attn.{piece}_proj.weight" for piece in "qkv"), "attention.qkv.weight", FUSED_QKV),
@@ -80,7 +67,8 @@ FAMILY = family_of(
     "gptj",
     "transformers.models.gptj.modeling_gptj",
     ("GPTJForCausalLM", "GPTJBlock"),
-    (model_arguments, layer_arguments),
+    CALL,
+    layer_arguments,
     lambda layer: layer.attn.config,
     Names("transformer", "h", "wte", None, "drop", "ln_f", ("lm_head",)),
     RULES,

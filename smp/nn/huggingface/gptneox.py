@@ -6,7 +6,7 @@ from typing import Any
 
 from smp.errors import PartitionError
 from smp.nn.huggingface.arguments import activation_of, parameters_of
-from smp.nn.huggingface.decoder import Call, Names, check_config, family_of, head_arguments, same, together
+from smp.nn.huggingface.decoder import Call, Names, check_config, family_of, same
 from smp.tp.families import Arguments, HeadMajor, Rule, weight_and_bias
 
 HEADS = ("embed_out", "lm_head")  # in transformers 4 and 5; 5 reads files with either
@@ -56,19 +56,6 @@ def layer_arguments(layer: Any) -> Arguments:
     }
 
 
-def model_arguments(model: Any) -> Arguments:
-    """From an instance of GPTNeoXForCausalLM to the arguments of its twin.
-
-    Raises:
-        PartitionError: something that the twin does not know.
-    """
-    base = model.gpt_neox
-    layers = together([layer_arguments(layer) for layer in base.layers])
-    same((base.final_layer_norm.eps, layers["layernorm_epsilon"]), "epsilons of norms")
-    head = head_arguments(model, CALL, base.embed_in, None, base.final_layer_norm, model.get_output_embeddings())
-    return (), {**layers, **head, "embedding_dropout_prob": base.emb_dropout.p}
-
-
 RULES = (
     *weight_and_bias("input_layernorm", "attention.pre_layernorm"),
     *weight_and_bias("attention.query_key_value", "attention.qkv", HeadMajor(3, "num_attention_heads")),
@@ -83,7 +70,8 @@ FAMILY = family_of(
     "gpt_neox",
     "transformers.models.gpt_neox.modeling_gpt_neox",
     ("GPTNeoXForCausalLM", "GPTNeoXLayer"),
-    (model_arguments, layer_arguments),
+    CALL,
+    layer_arguments,
     lambda layer: layer.attention.config,
     Names("gpt_neox", "layers", "embed_in", None, "emb_dropout", "final_layer_norm", HEADS),
     RULES,
