@@ -18,10 +18,11 @@ LAYERS = """
     tp
     pp
     dp
+    fp16
     grad_norm model_state model_views model optimizer
     checkpoint
     nn
-    amp fp16 optimizers patches utils exceptions fsdp sharded_data_parallel_checkpoint
+    amp optimizers patches utils exceptions fsdp sharded_data_parallel_checkpoint
     launch
 """.split()
 

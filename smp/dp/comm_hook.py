@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from smp import runtime
 from smp.dp.buckets import Bucket
-from smp.dp.reduction import Reduction
+from smp.dp.reduction import Reduction, gradient_dtype
 from smp.groups import Group
 
 Hook = Callable[[Any, Any], "torch.futures.Future[Any]"]
@@ -34,7 +34,7 @@ class GradBucket:
         return self._is_last
 
     def buffer(self) -> Tensor:
-        """The members' gradients of this rank, flat, in their own dtype; not divided by anything."""
+        """The members' gradients of this rank, flat, in the gradients' dtype; not divided by anything."""
         return self._buffer
 
     def set_buffer(self, tensor: Tensor) -> None:
@@ -77,7 +77,7 @@ class HookedReduction(Reduction):
     def launch(self, scale: float) -> None:
         if self._buffer is None:
             param = self.params[0]
-            self._buffer = torch.empty(self.bucket.numel, dtype=param.dtype.to_real(), device=param.device)
+            self._buffer = torch.empty(self.bucket.numel, dtype=gradient_dtype(param).to_real(), device=param.device)
         views = self.views(self._buffer)
         for member, view in enumerate(views):
             grad = self.gradient(member)

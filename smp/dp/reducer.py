@@ -43,7 +43,16 @@ from torch.utils.hooks import RemovableHandle
 from smp import log, runtime
 from smp.dp.buckets import Item, assign, completion_order
 from smp.dp.comm_hook import Hook, HookedReduction
-from smp.dp.reduction import MAX_IN_FLIGHT, CopiedReduction, Lane, Reduction, ViewedReduction, transport_dtype, wait
+from smp.dp.reduction import (
+    MAX_IN_FLIGHT,
+    CopiedReduction,
+    Lane,
+    Reduction,
+    ViewedReduction,
+    gradient_dtype,
+    transport_dtype,
+    wait,
+)
 from smp.dp.tied import TiedGroup
 from smp.dp.uneven import Kind, UnevenInputs
 from smp.errors import StepError, UsageError
@@ -342,8 +351,9 @@ class Reducer:
         items = []
         for index, param in enumerate(self._params):
             hooked = self._hook is not None and self._groups[index] is self.dp
-            dtype = param.dtype.to_real() if hooked else transport_dtype(param.dtype)
-            kind = (self._groups[index].kind, self._groups[index].ranks, param.dtype, param.device)
+            of_gradient = gradient_dtype(param)
+            dtype = of_gradient.to_real() if hooked else transport_dtype(of_gradient)
+            kind = (self._groups[index].kind, self._groups[index].ranks, of_gradient, param.device)
             items.append(Item(kind, param.numel() * (2 if param.is_complex() else 1), dtype.itemsize))
         live = [i for i in self._order if self._params[i].requires_grad and self._groups[i].size > 1]
         own = assign(items, [i for i in live if i not in self._tied], self._cap, FIRST_BUCKET_BYTES)
@@ -362,9 +372,10 @@ class Reducer:
                 self._buckets.append(HookedReduction(number, bucket, named, group, hook, state))
                 continue
             param = named[0][1]
-            dtype = transport_dtype(param.dtype)
+            dtype = transport_dtype(gradient_dtype(param))
             if (dtype, param.device) not in lanes:
-                lanes[dtype, param.device] = Lane(dtype, param.device, MAX_IN_FLIGHT if dtype == param.dtype else 1)
+                narrow = dtype != gradient_dtype(param).to_real()
+                lanes[dtype, param.device] = Lane(dtype, param.device, 1 if narrow else MAX_IN_FLIGHT)
             form = ViewedReduction if self._as_views else CopiedReduction
             self._buckets.append(form(number, bucket, named, group, lanes[dtype, param.device]))
         hooked_buckets = [bucket for bucket in self._buckets if isinstance(bucket, HookedReduction)]
@@ -494,4 +505,4 @@ class Reducer:
 
 
 def _content(buckets: Sequence[Reduction]) -> str:
-    return repr([(b.names, b.bucket.offsets, b.bucket.numel, str(b.params[0].dtype)) for b in buckets])
+    return repr([(b.names, b.bucket.offsets, b.bucket.numel, str(gradient_dtype(b.params[0]))) for b in buckets])

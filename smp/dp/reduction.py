@@ -38,6 +38,11 @@ def transport_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype.to_real()
 
 
+def gradient_dtype(param: Tensor) -> torch.dtype:
+    """The type of `param.grad`: the parameter's own unless gradients are accumulated in a wider one."""
+    return getattr(param, "grad_dtype", None) or param.dtype
+
+
 def wait(work: dist.Work, call: str, group: Group) -> None:
     """Blocks until `work` is complete; a rank that never arrives is reported by name."""
     with runtime.get().monitor.blocking(call, group.ranks):
@@ -149,7 +154,7 @@ class Reduction(ABC):
         for param, view, exists in zip(self.params, views, anywhere):
             if exists:
                 if param.grad is None:
-                    param.grad = torch.empty_like(param)
+                    param.grad = torch.empty_like(param, dtype=gradient_dtype(param))
                 targets.append(real(param.grad))
                 sources.append(view)
         if targets:
@@ -165,7 +170,7 @@ class CopiedReduction(Reduction):
         super().__init__(index, bucket, named, group)
         self._lane = lane
         self._number = lane.enter(self.size)
-        self._widened = self.params[0].dtype.to_real() != lane.dtype
+        self._widened = gradient_dtype(self.params[0]).to_real() != lane.dtype
         self._scale = 1.0
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
@@ -225,7 +230,7 @@ class ViewedReduction(Reduction):
         self, index: int, bucket: Bucket, named: Sequence[tuple[str, Parameter]], group: Group, lane: Lane
     ) -> None:
         super().__init__(index, bucket, named, group)
-        dtype = self.params[0].dtype.to_real()
+        dtype = gradient_dtype(self.params[0]).to_real()
         self._flat = torch.empty(self.size, dtype=dtype, device=self.params[0].device)
         self._views = self.views(self._flat)
         self._lane = lane

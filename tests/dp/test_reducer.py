@@ -63,11 +63,14 @@ def test_three_ranks_agree_bit_by_bit() -> None:
 class Mixed(nn.Module):
     """Parameters of three types in turn; its gradient is what it is given."""
 
-    def __init__(self, order: list[int], shape: tuple[int, ...]) -> None:
+    def __init__(self, order: list[int], shape: tuple[int, ...], wide: bool = False) -> None:
         super().__init__()
         dtypes = [torch.float32, torch.bfloat16, torch.float16]
         for number in order:
-            self.register_parameter(f"p{number}", nn.Parameter(torch.zeros(shape, dtype=dtypes[number % 3])))
+            param = nn.Parameter(torch.zeros(shape, dtype=dtypes[number % 3]))
+            self.register_parameter(f"p{number}", param)
+            if wide:
+                param.grad_dtype = torch.float32
 
     def forward(self, seed: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
@@ -80,13 +83,17 @@ class Mixed(nn.Module):
 @pytest.mark.parametrize("order", [list(range(7)), [3, 0, 6, 1, 5, 2, 4]])
 @pytest.mark.parametrize("cap", [KILOBYTE, 25])
 @pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("wide", [False, True])
 @on_ranks(2, config=DDP)
-def test_each_gradient_keeps_its_type_in_a_group_of_mixed_types(order: list[int], cap: float, views: bool) -> None:
-    """a3-1. A failure means that a bucket's type was taken from one member and forced on the others."""
+def test_each_gradient_keeps_its_type_in_a_group_of_mixed_types(
+    order: list[int], cap: float, views: bool, wide: bool
+) -> None:
+    """a3-1. A failure means that a bucket's type was taken from one member and forced on the others; when gradients are
+    wider than their parameters (`wide`), that their mean was rounded back."""
     rt = runtime.get()
-    model = Mixed(order, (5, 21))
+    model = Mixed(order, (5, 21), wide)
     make_reducer(model, bucket_cap_mb=cap, gradient_as_bucket_view=views)
-    single = Mixed(order, (5, 21))
+    single = Mixed(order, (5, 21), wide)
     expected: dict[str, torch.Tensor] = {}
     for seed in range(rt.dp_size):
         single.zero_grad()
@@ -99,8 +106,9 @@ def test_each_gradient_keeps_its_type_in_a_group_of_mixed_types(order: list[int]
         model(rt.dp_rank).backward()
         for name, param in model.named_parameters():
             assert param.grad is not None
-            assert param.grad.dtype == param.dtype
-            assert torch.equal(param.grad, expected[name].to(param.dtype)), name
+            dtype = torch.float32 if wide else param.dtype
+            assert param.grad.dtype == dtype
+            assert torch.equal(param.grad, expected[name].to(dtype)), name
 
 
 class Branches(nn.Module):
@@ -150,6 +158,21 @@ def test_half_precision_neither_overflows_nor_vanishes(views: bool) -> None:
         for param in model.parameters():
             assert param.grad is not None
             assert torch.equal(param.grad, expected)
+
+
+@pytest.mark.parametrize("views", [False, True])
+@on_ranks(2, config=DDP)
+def test_a_wide_gradient_that_only_another_rank_has_is_wide(views: bool) -> None:
+    """A failure means an error, or a rounded gradient, where a rank has not used a half precision parameter."""
+    rt = runtime.get()
+    model = Mixed([1, 4], (3,), wide=True)
+    reducer = make_reducer(model, gradient_as_bucket_view=views)
+    if rt.dp_rank == 0:
+        model.p1.grad = torch.full((3,), 1 + 2**-12)
+    reducer.begin()
+    reducer.finish()
+    assert torch.equal(model.p1.grad, torch.full((3,), (1 + 2**-12) / 2))
+    assert model.p4.grad is None
 
 
 class LiveBytes(torch.utils._python_dispatch.TorchDispatchMode):
