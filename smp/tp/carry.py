@@ -11,7 +11,7 @@ Delayed parameters have no values yet. Shells of theirs stay behind in the old m
 them; `delayed.materialize` makes ours from those.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from smp.activation import mark_checkpointed
 from smp.errors import PartitionError
 from smp.tp import delayed
-from smp.tp.families import SAME, Replacement, Rule, fill, pattern_of
+from smp.tp.families import Replacement, Rule, fill, pattern_of
+from smp.tp.layouts import SAME
 from smp.tp.module import DistributedModule
+from smp.tp.origin import Origin, remember
 from smp.tp.shard import spec_of
 
 _MERGED = "_smp_merged"
@@ -106,19 +108,31 @@ def _check(move: Move, params: Sequence[nn.Parameter], ours: nn.Parameter, confi
 
 
 @torch.no_grad()
-def carry(twin: DistributedModule, module: nn.Module, replacement: Replacement, moves: Sequence[Move]) -> None:
-    """Does what was planned. Collective over the tensor-parallel group."""
+def carry(
+    twin: DistributedModule,
+    module: nn.Module,
+    replacement: Replacement,
+    moves: Sequence[Move],
+    names: Mapping[int, str],
+) -> None:
+    """Does what was planned; `names` are the canonical ones. Collective over the tensor-parallel group."""
     config = replacement.config(module)
     for move in moves:
         owners = [_owner(module, source) for source in move.theirs]
         params = [_parameter(owner, leaf) for owner, leaf in owners]
         if move.rule.layout is not SAME:
+            remember(params[0], _origin(params, move.rule, config, names))
             merge = partial(_merge, move.rule, config)
             if delayed.is_delayed(params[0]):
                 _leave_shells(owners, params, merge)
             else:
                 _join(params, merge)
         twin.adopt(move.ours, params[0])
+
+
+def _origin(params: Sequence[nn.Parameter], rule: Rule, config: Any, names: Mapping[int, str]) -> Origin:
+    sources, shapes = [names[id(param)] for param in params], [tuple(param.shape) for param in params]
+    return Origin(tuple(rule.layout.blocks(sources, shapes, config)), dict(zip(sources, shapes)))
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -13,7 +13,7 @@ Whole tensors get tp_rank 0's values too. What cannot be split is left whole, wi
 import difflib
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from smp.tp import delayed, families
 from smp.tp.carry import Move, carry, carry_marks, plan
 from smp.tp.contexts import KNOWN_OPTIONS, Mark, mark_of
 from smp.tp.module import FORWARD_HOOKS, DistributedModule
+from smp.tp.origin import names_of, remember_names
 from smp.tp.plan import Plans, find_units
 from smp.tp.planned import distribute
 from smp.tp.registry import (
@@ -79,6 +80,7 @@ def convert(module: nn.Module, runtime: Runtime) -> nn.Module:
     if runtime.tp_size == 1 and not candidates:
         return module
     _check_options(candidates)
+    names = names_of(module)
     whole, cuts = _shared_weights(module, candidates)
     twins: dict[str, tuple[DistributedModule, list[Move]]] = {}
     for candidate in candidates:
@@ -96,7 +98,7 @@ def convert(module: nn.Module, runtime: Runtime) -> nn.Module:
     root = None
     for candidate in candidates:
         twin, moves = twins[candidate.name]
-        _carry(candidate, twin, moves)
+        _carry(candidate, twin, moves, names)
         _finish(candidate, twin)
         _adapt_surroundings(module, candidate, twin)
         for parent, child in candidate.places:
@@ -104,6 +106,7 @@ def convert(module: nn.Module, runtime: Runtime) -> nn.Module:
             parent._modules[child] = twin
         if not candidate.places:
             module, root = twin, candidate.module
+    remember_names(module, names)
     _avoid_fused_encoder_layers(module)
     if delayed.has_delayed(module):
         delayed.remember_original(module, originals, root)
@@ -315,14 +318,14 @@ def _hooked(
 # 4. Carry
 
 
-def _carry(candidate: _Candidate, twin: DistributedModule, moves: list[Move]) -> None:
+def _carry(candidate: _Candidate, twin: DistributedModule, moves: list[Move], names: Mapping[int, str]) -> None:
     module, registration = candidate.module, candidate.registration
     checkpointed = [name for name, part in module.named_modules() if name and is_checkpointed(part)]
     if registration.replacement is not None and registration.family is not None:
         families.remember_place(candidate.name, module, registration.family, registration.replacement)
         lost = carry_marks(twin, module, registration.replacement.modules)
         checkpointed = [name for name in checkpointed if name in lost]
-        carry(twin, module, registration.replacement, moves)
+        carry(twin, module, registration.replacement, moves, names)
         for name in registration.replacement.attributes:
             if hasattr(module, name):
                 setattr(twin, name, getattr(module, name))

@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from smp.errors import CheckpointError, UsageError
+from smp.errors import CheckpointError
+from smp.tp.layouts import SAME, TRANSPOSED, Layout
 from smp.tp.module import DistributedModule
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -40,86 +41,6 @@ _DECLARED_IN = {
     "transformers.models.mt5.modeling_mt5": "smp.nn.huggingface.t5",
     "transformers.models.umt5.modeling_umt5": "smp.nn.huggingface.t5",
 }
-
-
-# Layouts
-
-
-class Layout(Protocol):
-    """How tensors of one or several names of theirs become one tensor of ours, and back. Views where possible."""
-
-    def merge(self, theirs: Sequence[Tensor], config: Any) -> Tensor: ...
-
-    def split(self, ours: Tensor, config: Any) -> Sequence[Tensor]: ...
-
-
-class _Same:
-    def merge(self, theirs: Sequence[Tensor], config: Any) -> Tensor:
-        return theirs[0]
-
-    def split(self, ours: Tensor, config: Any) -> Sequence[Tensor]:
-        return (ours,)
-
-
-class _Transposed:
-    """Theirs is [in, out], as in GPT-2."""
-
-    def merge(self, theirs: Sequence[Tensor], config: Any) -> Tensor:
-        return theirs[0].t()
-
-    def split(self, ours: Tensor, config: Any) -> Sequence[Tensor]:
-        return (ours.t(),)
-
-
-@dataclass(frozen=True)
-class Fused:
-    """Ours is theirs one below the other: query, key and value, each [rows, in] or [rows].
-
-    Args:
-        shares: how many rows each of theirs has, in parts of the whole.
-    """
-
-    shares: tuple[int, ...]
-
-    def merge(self, theirs: Sequence[Tensor], config: Any) -> Tensor:
-        return torch.cat(list(theirs))
-
-    def split(self, ours: Tensor, config: Any) -> Sequence[Tensor]:
-        unit = ours.shape[0] // sum(self.shares)
-        return ours.split([unit * share for share in self.shares])
-
-
-@dataclass(frozen=True)
-class HeadMajor:
-    """Theirs has one head after the other, [heads, pieces, head size, ..]; ours one piece after the other, [pieces,
-    heads, head size, ..]."""
-
-    pieces: int
-    heads: str  # attribute of the configuration
-
-    def merge(self, theirs: Sequence[Tensor], config: Any) -> Tensor:
-        return self._swap(theirs[0], self._heads(config), self.pieces)
-
-    def split(self, ours: Tensor, config: Any) -> Sequence[Tensor]:
-        return (self._swap(ours, self.pieces, self._heads(config)),)
-
-    def _swap(self, tensor: Tensor, outer: int, inner: int) -> Tensor:
-        blocks = tensor.reshape(outer, inner, tensor.shape[0] // (outer * inner), *tensor.shape[1:])
-        return blocks.transpose(0, 1).reshape(tensor.shape)
-
-    def _heads(self, config: Any) -> int:
-        if config is None:
-            raise UsageError(
-                f"the rows of query, key and value lie head by head, so translating them takes {self.heads}: translate "
-                "while the DistributedModel exists, or pass the model's configuration as config="
-            )
-        return int(getattr(config, self.heads))
-
-
-SAME = _Same()
-TRANSPOSED = _Transposed()
-FUSED_QKV = Fused((1, 1, 1))
-FUSED_KV = Fused((1, 1))
 
 
 # Declarations

@@ -15,7 +15,8 @@ from smp.tp import families
 from smp.tp.carry import is_merged
 from smp.tp.convert import convert
 from smp.tp.delayed import materialize
-from smp.tp.families import FUSED_QKV, TRANSPOSED, Family, HeadMajor, Place, Replacement, Rule, inside, weight_and_bias
+from smp.tp.families import Family, Place, Replacement, Rule, inside, weight_and_bias
+from smp.tp.layouts import FUSED_QKV, TRANSPOSED, HeadMajor
 from tests.harness import on_ranks
 from tests.tp.test_convert import warnings_of
 from tests.tp.twins import config, tp_group

@@ -18,7 +18,8 @@ from smp.nn.huggingface.arguments import (
     refuse_attentions,
     refuse_filled_cache,
 )
-from smp.tp.families import FUSED_KV, FUSED_QKV, Arguments, Family, Place, Replacement, Rule, weight_and_bias
+from smp.tp.families import Arguments, Family, Place, Replacement, Rule, weight_and_bias
+from smp.tp.layouts import FUSED_KV, FUSED_QKV
 from smp.tp.region import States
 from smp.tp.transformer import DistributedTransformerLayer
 

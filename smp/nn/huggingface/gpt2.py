@@ -5,7 +5,8 @@ from typing import Any
 from smp.errors import PartitionError
 from smp.nn.huggingface.arguments import activation_of, parameters_of
 from smp.nn.huggingface.decoder import Call, Names, check_config, family_of, same
-from smp.tp.families import TRANSPOSED, Arguments, Rule, weight_and_bias
+from smp.tp.families import Arguments, Rule, weight_and_bias
+from smp.tp.layouts import TRANSPOSED
 
 CALL = Call("CausalLMOutputWithCrossAttentions", types_are_words=True)
 

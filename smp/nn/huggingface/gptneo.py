@@ -5,7 +5,8 @@ from typing import Any
 
 from smp.nn.huggingface.arguments import activation_of, parameters_of
 from smp.nn.huggingface.decoder import Call, Names, check_config, family_of, same
-from smp.tp.families import FUSED_QKV, Arguments, Rule, weight_and_bias
+from smp.tp.families import Arguments, Rule, weight_and_bias
+from smp.tp.layouts import FUSED_QKV
 
 CALL = Call("CausalLMOutputWithPast", types_are_words=True)
 

@@ -7,7 +7,8 @@ from typing import Any
 from smp.errors import PartitionError
 from smp.nn.huggingface.arguments import activation_of, parameters_of
 from smp.nn.huggingface.decoder import Call, Names, check_config, family_of, same
-from smp.tp.families import Arguments, HeadMajor, Rule, weight_and_bias
+from smp.tp.families import Arguments, Rule, weight_and_bias
+from smp.tp.layouts import HeadMajor
 
 HEADS = ("embed_out", "lm_head")  # in transformers 4 and 5; 5 reads files with either
 CALL = Call("CausalLMOutputWithPast", types_are_words=False)

@@ -8,7 +8,8 @@ from torch import nn
 from smp.errors import PartitionError, StepError
 from smp.nn.huggingface.arguments import parameters_of, record_as, refuse_attentions
 from smp.nn.huggingface.t5_block import DistributedT5Block, DistributedUMT5Block, Sizes
-from smp.tp.families import FUSED_KV, FUSED_QKV, Arguments, Family, Place, Replacement, Rule
+from smp.tp.families import Arguments, Family, Place, Replacement, Rule
+from smp.tp.layouts import FUSED_KV, FUSED_QKV
 
 
 def sizes_of(block: Any) -> Sizes:

@@ -1,0 +1,152 @@
+"""Origins: where the values of a tensor in the running model lie in the tensors of the user's module.
+
+A replaced module has other names than the user's, tensors that were fused, turned or reordered, and a part of each:
+
+    user's module              twin, whole              tp_rank 0 of 2        its Origin
+    q.weight  [4, 4]  --+                                +--------+           q.weight rows 0 1  at row 0
+    k.weight  [4, 4]  --+-->   qkv.weight [12, 4] -->    |        |   ---->   k.weight rows 0 1  at row 2
+    v.weight  [4, 4]  --+                                +--------+           v.weight rows 0 1  at row 4
+              ^                                                               |
+              +------------------------ canonical names, which no degree changes
+
+So what was stored on some degrees is found again on any other: stored blocks and wanted blocks meet in the tensors of
+the user's module. Pure values; recorded by `convert`, needed by checkpoints.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from smp.tp.shard import ShardSpec, spec_of
+
+_ORIGIN = "_smp_origin"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A box of a source tensor that lies in a local tensor.
+
+    Attributes:
+        source: its name in the user's module as it was given to DistributedModel: its canonical name. Of a tensor with
+            several names (tied weights) the first one.
+        start: where the box begins in the source tensor, a number for each of its dimensions.
+        size: its lengths there.
+        at: where the box begins in the local tensor, a number for each dimension of that.
+        transposed: whether the last two dimensions of source and local tensor are swapped.
+    """
+
+    source: str
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    at: tuple[int, ...]
+    transposed: bool = False
+
+    @property
+    def local_size(self) -> tuple[int, ...]:
+        """Lengths of the box in the local tensor."""
+        return _swapped(self.size) if self.transposed else self.size
+
+    def in_source(self, source: Tensor) -> Tensor:
+        """The box in the source tensor, a view as it lies in the local one."""
+        box = source[tuple(slice(start, start + size) for start, size in zip(self.start, self.size))]
+        return box.transpose(-1, -2) if self.transposed else box
+
+    def in_local(self, local: Tensor) -> Tensor:
+        """The box in the local tensor, a view."""
+        return local[tuple(slice(at, at + size) for at, size in zip(self.at, self.local_size))]
+
+    def narrowed(self, dim: int, start: int, stop: int, to: int) -> "Block | None":
+        """What of it lies in `start` to `stop` along a dimension of the local tensor, when those places move to begin
+        at `to`; None: nothing."""
+        first = max(self.at[dim], start)
+        length = min(self.at[dim] + self.local_size[dim], stop) - first
+        if length <= 0:
+            return None
+        swapped = self.transposed and dim >= len(self.size) - 2
+        there = 2 * len(self.size) - 3 - dim if swapped else dim
+        return replace(
+            self,
+            start=_with(self.start, there, self.start[there] + first - self.at[dim]),
+            size=_with(self.size, there, length),
+            at=_with(self.at, dim, to + first - start),
+        )
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the values of a local tensor come from.
+
+    Attributes:
+        blocks: together they cover the local tensor, but for padding; none overlaps another.
+        shapes: whole shape of each source.
+    """
+
+    blocks: tuple[Block, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @staticmethod
+    def whole(source: str, shape: tuple[int, ...]) -> "Origin":
+        """Of a tensor that is one of the user's module, unchanged."""
+        zeros = (0,) * len(shape)
+        return Origin((Block(source, zeros, tuple(shape), zeros),), {source: tuple(shape)})
+
+    def part(self, spec: ShardSpec) -> "Origin":
+        """Of one part of the tensor whose origin this is."""
+        blocks: list[Block] = []
+        offset = 0
+        for start, stop in spec.ranges:
+            narrowed = (block.narrowed(spec.dim, start, stop, offset) for block in self.blocks)
+            blocks.extend(block for block in narrowed if block is not None)
+            offset += stop - start
+        return Origin(tuple(blocks), self.shapes)
+
+
+def _swapped(values: tuple[int, ...]) -> tuple[int, ...]:
+    return (*values[:-2], values[-1], values[-2])
+
+
+def _with(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
+    return (*values[:index], value, *values[index + 1 :])
+
+
+def names_of(module: nn.Module) -> dict[int, str]:
+    """By id of each parameter its canonical name, in a module that nothing has been replaced in yet."""
+    return {id(param): name for name, param in module.named_parameters()}
+
+
+def remember(param: nn.Parameter, origin: Origin) -> None:
+    """Leaves on a Parameter object where its values, before they were cut into parts, come from."""
+    setattr(param, _ORIGIN, origin)
+
+
+def remember_names(module: nn.Module, names: Mapping[int, str]) -> None:
+    """Does so for the parameters of a model that have other names in it now than in the user's module."""
+    for name, param in module.named_parameters():
+        known = names.get(id(param), name)
+        if known != name and not hasattr(param, _ORIGIN):
+            spec = spec_of(param)
+            remember(param, Origin.whole(known, tuple(spec.global_shape if spec is not None else param.shape)))
+
+
+def origin_of(name: str, tensor: Tensor) -> Origin:
+    """Of this rank's part of a parameter or buffer, whose first name in the model is `name`."""
+    spec = spec_of(tensor)
+    origin = getattr(tensor, _ORIGIN, None)
+    if origin is None:
+        origin = Origin.whole(name, tuple(spec.global_shape if spec is not None else tensor.shape))
+    return origin.part(spec) if spec is not None else origin
+
+
+def origins(module: nn.Module) -> dict[str, Origin]:
+    """Of every parameter and persistent buffer of a model, after `convert`, by its name there; this rank's part.
+
+    Names that stand for one tensor have one origin. What lives on another stage has the shape it has there.
+    """
+    first: dict[int, str] = {}
+    result: dict[str, Origin] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):
+            known = first.setdefault(id(tensor), name)
+            result[name] = result[known] if known != name else origin_of(name, tensor)
+    return result
