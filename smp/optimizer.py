@@ -103,7 +103,7 @@ class DistributedOptimizer(Optimizer):
         self._layout, self._ties_checked = None, False
         model = runtime.get().model
         if model is not None and model.partitioned:
-            self._drop_foreign(model.local_parameters())
+            self._take_local(model.local_parameters())
 
     def register_step_pre_hook(self, hook: Any) -> Any:
         return self.optimizer.register_step_pre_hook(hook)
@@ -131,14 +131,18 @@ class DistributedOptimizer(Optimizer):
             optimizer_state.check_tied_options(rt, self.optimizer)
         if closure is None:
             grad_norm.flush(rt)
-            return self.optimizer.step()
+            return self._update(None)
 
         def reduced_closure() -> Any:
             loss = closure()
             grad_norm.flush(rt)
             return loss
 
-        return self.optimizer.step(reduced_closure)
+        return self._update(reduced_closure)
+
+    def _update(self, closure: Callable[[], Any] | None) -> Any:
+        """One update of what this rank's inner optimizer holds; gradients are reduced."""
+        return self.optimizer.step(closure)
 
     def backward(self, loss: Tensor) -> None:
         """`model.backward(loss)`."""
@@ -202,11 +206,15 @@ class DistributedOptimizer(Optimizer):
     # ---- partition and state
 
     def _on_partition(self, local_parameters: Iterable[Tensor]) -> None:
-        """Called on every rank once it is known which parameters this rank owns."""
-        self._drop_foreign(local_parameters)
+        """Called on every rank once it is known which parameters this rank holds."""
+        self._take_local(local_parameters)
         pending, self._pending_state = self._pending_state, None
         if pending is not None:
             self._load(pending)
+
+    def _take_local(self, local_parameters: Iterable[Tensor]) -> None:
+        """From all parameters given to those that the inner optimizer updates on this rank."""
+        self._drop_foreign(local_parameters)
 
     def _drop_foreign(self, local_parameters: Iterable[Tensor]) -> None:
         local = {id(param) for param in local_parameters}
