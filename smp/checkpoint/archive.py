@@ -1,0 +1,136 @@
+"""The zip archives that `torch.save` writes, record by record: which tensor is in which, sizes, checksums.
+
+Records are stored uncompressed, so a record's bytes are a range of the file. Nothing here unpickles.
+"""
+
+import copy
+import io
+import mmap
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from smp.errors import CheckpointError
+
+_CHUNK = 1 << 22
+_LOCAL_HEADER = struct.Struct("<26xHH")  # lengths of the name and of the extra field, before the record's bytes
+
+
+def records_of(path: Path) -> dict[str, tuple[int, int]]:
+    """Bytes and CRC-32 of each record, by its name without the archive's own in front, as the archive tells them."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return {_short(info.filename): (info.file_size, info.CRC) for info in archive.infolist()}
+    except (zipfile.BadZipFile, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _short(filename: str) -> str:
+    return filename.partition("/")[2]
+
+
+def tensors_in(obj: Any) -> Iterator[Tensor]:
+    """The tensors in nested dicts, lists and tuples, in the order in which pickle meets them."""
+    if isinstance(obj, Tensor):
+        yield obj
+    elif isinstance(obj, Mapping):
+        for value in obj.values():
+            yield from tensors_in(value)
+    elif isinstance(obj, list | tuple):
+        for value in obj:
+            yield from tensors_in(value)
+
+
+def record_names(obj: Any) -> dict[int, str]:
+    """Which record `torch.save` puts each tensor of `obj` into, by the address of the tensor's storage.
+
+    It numbers storages as pickle meets them.
+    """
+    names: dict[int, str] = {}
+    for tensor in tensors_in(obj):
+        names.setdefault(storage_address(tensor), f"data/{len(names)}")
+    return names
+
+
+def storage_address(tensor: Tensor) -> int:
+    """What tells storages apart."""
+    return tensor.untyped_storage()._cdata
+
+
+def compact(obj: Any) -> Any:
+    """`obj` with copies of those tensors whose storages are larger than all that is saved of them.
+
+    torch saves whole storages: a row of a large buffer would bring the buffer along. Returned as it is where nothing is
+    copied; dicts, lists and tuples are made anew, other objects stay.
+    """
+    used: dict[int, dict[tuple[int, int], int]] = {}
+    for tensor in tensors_in(obj):
+        seen = used.setdefault(storage_address(tensor), {})
+        seen[int(tensor.storage_offset()), tensor.numel()] = tensor.numel() * tensor.element_size()
+    wasteful = {
+        storage_address(tensor)
+        for tensor in tensors_in(obj)
+        if tensor.untyped_storage().nbytes() > sum(used[storage_address(tensor)].values()) + 64
+    }
+    return map_tensors(obj, lambda t: t.clone() if storage_address(t) in wasteful else t) if wasteful else obj
+
+
+def map_tensors(obj: Any, change: Callable[[Tensor], Tensor], done: dict[int, Tensor] | None = None) -> Any:
+    """`obj` with each tensor changed, one that occurs twice once; the kind of dict and its attributes stay."""
+    done = {} if done is None else done
+    if isinstance(obj, Tensor):
+        if id(obj) not in done:
+            done[id(obj)] = change(obj)
+        return done[id(obj)]
+    if isinstance(obj, dict):
+        changed = {key: map_tensors(value, change, done) for key, value in obj.items()}
+        if type(obj) is dict:
+            return changed
+        result = copy.copy(obj)  # keeps the version numbers that torch hangs on state dicts
+        result.update(changed)
+        return result
+    if type(obj) in (list, tuple):
+        return type(obj)(map_tensors(value, change, done) for value in obj)
+    return obj
+
+
+def damaged_records(path: Path, expected: Mapping[str, tuple[int, int]], names: Iterable[str]) -> list[str]:
+    """What is wrong with these records of the file: sizes and checksums against those expected.
+
+    Returns a line for each record that is missing, of another size, or whose bytes have another checksum.
+    """
+    found: list[str] = []
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
+        try:
+            with zipfile.ZipFile(io.BufferedReader(file)) as archive:
+                present = {_short(info.filename): info for info in archive.infolist()}
+        except zipfile.BadZipFile as error:
+            return [f"it is no archive: {error}"]
+        view = memoryview(whole)
+        try:
+            for name in names:
+                size, checksum = expected[name]
+                info = present.get(name)
+                if info is None or info.file_size != size or info.CRC != checksum:
+                    found.append(f"record {name} is another than the manifest says")
+                elif _checksum(view, info.header_offset, size) != checksum:
+                    found.append(f"record {name} has another checksum than when it was written")
+        finally:
+            view.release()
+    return found
+
+
+def _checksum(view: memoryview, header: int, size: int) -> int | None:
+    """CRC-32 of a record whose header begins there; None when the file ends before."""
+    name, extra = _LOCAL_HEADER.unpack_from(view, header)
+    begin, checksum = header + _LOCAL_HEADER.size + name + extra, 0
+    if begin + size > len(view):
+        return None
+    for start in range(begin, begin + size, _CHUNK):
+        checksum = zlib.crc32(view[start : min(start + _CHUNK, begin + size)], checksum)
+    return checksum
