@@ -13,8 +13,7 @@ from torch.nn import Parameter
 
 from smp import runtime
 from smp.dp.buckets import Bucket
-from smp.dp.reduction import Reduction, gradient_dtype
-from smp.groups import Group
+from smp.dp.reduction import Member, Reduction, gradient_dtype
 
 Hook = Callable[[Any, Any], "torch.futures.Future[Any]"]
 
@@ -53,20 +52,13 @@ class GradBucket:
 class HookedReduction(Reduction):
     """A bucket whose reduction is the user's.
 
-    The hook's result replaces the gradients as it is: averaging is the hook's business, as in torch. Which members
-    have a gradient anywhere is agreed apart from it (`exists`, set by the reducer before `write_results`).
+    The hook's result replaces the gradients as it is: averaging is the hook's business, as in torch. It is for all
+    ranks, so with sharded optimizer state members of several owners share a bucket. Which members have a gradient
+    anywhere is agreed apart from it (`flags`).
     """
 
-    def __init__(
-        self,
-        index: int,
-        bucket: Bucket,
-        named: Sequence[tuple[str, Parameter]],
-        group: Group,
-        hook: Hook,
-        state: Any,
-    ) -> None:
-        super().__init__(index, bucket, named, group)
+    def __init__(self, index: int, bucket: Bucket, members: Sequence[Member], hook: Hook, state: Any) -> None:
+        super().__init__(index, bucket, members)
         self._hook, self._state = hook, state
         self.is_last = False
         self.hook_index = 0

@@ -24,9 +24,11 @@ The gradient of a tied weight that several stages hold is summed over them as we
 last, in the same order on all stages, and only when the pass ends: until then a stage must not wait for another one.
 At rest the sum is on every holder; so when a window begins, all but the first holder drop what is there, else it would
 count once for each of them.
+
+With sharded optimizer state a gradient is reduced to the parameter's owner alone, in buckets of one owner each, and
+the others drop theirs. At rest the mean is on one rank, so it is set aside while a window runs and added afterwards.
 """
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
@@ -41,25 +43,16 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from smp import log, runtime
-from smp.dp.buckets import Item, assign, completion_order
+from smp.dp.bucket_plan import content, is_agreed, plan_buckets
+from smp.dp.buckets import completion_order
 from smp.dp.comm_hook import Hook, HookedReduction
-from smp.dp.reduction import (
-    MAX_IN_FLIGHT,
-    CopiedReduction,
-    Lane,
-    Reduction,
-    ViewedReduction,
-    gradient_dtype,
-    transport_dtype,
-    wait,
-)
+from smp.dp.ownership import Ownership
+from smp.dp.reduction import Member, Reduction, wait
 from smp.dp.tied import TiedGroup
 from smp.dp.uneven import Kind, UnevenInputs
 from smp.errors import StepError, UsageError
 from smp.groups import Group
 from smp.pp.weights import TAKES_NONE
-
-FIRST_BUCKET_BYTES = 2**20  # small, so that the first reduction starts early
 
 
 class Phase(Enum):
@@ -74,7 +67,7 @@ class Reducer:
     A parameter with `_smp_scaled_batch` is summed over `rdp`, the others over `dp`. Both end up as the mean over `dp`
     of the gradients that each rank's own batch gives; with `prescaled_batch` the ranks of a tensor-parallel group share
     their batch. `overlap=False` reduces everything at the end of a pass. `tied`: by the id of each parameter that other
-    stages hold too, over whom it is summed.
+    stages hold too, over whom it is summed. `ownership`: who alone keeps the result (sharded optimizer state).
     """
 
     def __init__(
@@ -90,6 +83,7 @@ class Reducer:
         backward_passes_per_step: int = 1,
         uneven: UnevenInputs | None = None,
         tied: Mapping[int, TiedGroup] | None = None,
+        ownership: Ownership | None = None,
     ) -> None:
         self._names = [name for name, _ in named_parameters]
         self._params = [param for _, param in named_parameters]
@@ -97,7 +91,9 @@ class Reducer:
         # Over whom a parameter's gradient is averaged, and over whom it is summed for that.
         self._mean_over = [rdp if getattr(param, "_smp_scaled_batch", False) else dp for param in self._params]
         self._tied = {index: tied[id(p)] for index, p in enumerate(self._params) if tied and id(p) in tied}
-        self._groups = [self._tied[i].group if i in self._tied else mean for i, mean in enumerate(self._mean_over)]
+        self._ownership = ownership
+        self._members = [self._member(index, name, param) for index, (name, param) in enumerate(named_parameters)]
+        self._aside: dict[int, Tensor] = {}  # means of earlier windows, by index, while more is added to them
         self._agreed_tied: dict[tuple[int, ...], str] = {}  # by the ranks of each tied group
         self.dp, self.rdp = dp, rdp
         self._arriving_scale = 1.0 if prescaled_batch else rdp.size / dp.size
@@ -137,6 +133,15 @@ class Reducer:
         self._seen_fires: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
         self._ends_with_backward = False
         self.refresh()
+
+    def _member(self, index: int, name: str, param: Parameter) -> Member:
+        if index in self._tied:
+            return Member(name, param, self._tied[index].group, None, self._owns(param))
+        root = self._ownership.owner(param) if self._ownership is not None else None
+        return Member(name, param, self._mean_over[index], root, self._owns(param))
+
+    def _owns(self, param: Parameter) -> bool:
+        return self._ownership is None or self._ownership.owns(param)
 
     # ---- what the model calls
 
@@ -203,16 +208,34 @@ class Reducer:
         self.refresh()
         reduce = self.reduces_next if reduce is None else reduce
         if not self._pending:
-            self._leave_sum_to_first_holder()
+            self._set_means_aside()
         if reduce:
             self.uneven.announce(Kind.REDUCTION)
         self._start(Phase.REDUCING if reduce else Phase.ACCUMULATING)
 
-    def _leave_sum_to_first_holder(self) -> None:
+    def _set_means_aside(self) -> None:
+        """A window begins: what is there is a mean, or a sum over stages, which only one of the ranks may hand in."""
         with torch._C.DisableTorchFunction():  # a pass begins in glue code, to which parameters are placed values
-            for index, tied in self._tied.items():
-                if not tied.counts and index in self._bucket_of:
-                    self._params[index].grad = None
+            if self._ownership is None:
+                for index, tied in self._tied.items():
+                    if not tied.counts and index in self._bucket_of:
+                        self._params[index].grad = None
+                return
+            for index in self._bucket_of:
+                param = self._params[index]
+                if param.grad is not None and self._owns(param):
+                    self._aside[index] = param.grad.clone() if self._as_views else param.grad
+                param.grad = None
+
+    def _add_what_was_aside(self) -> None:
+        for index, mean in self._aside.items():
+            param = self._params[index]
+            param.grad = mean if param.grad is None else param.grad.add_(mean)
+        self._aside = {}
+
+    def forget_aside(self) -> None:
+        """Gradients are set to zero: also what owners have set aside until the next reduction."""
+        self._aside = {}
 
     def _start(self, phase: Phase) -> None:
         assert self._phase is Phase.IDLE, "a pass starts inside of a pass"
@@ -253,6 +276,7 @@ class Reducer:
         for bucket in self._buckets:
             bucket.complete()
         self._complete_hooked()
+        self._add_what_was_aside()
         self._passes, self._pending = 0, False
         self._phase = Phase.IDLE
         if self._is_last_microbatch and any(self._fires):  # torch.autograd.grad is a pass without any
@@ -288,6 +312,7 @@ class Reducer:
         """Leaves a pass that failed; what was launched is waited for and dropped."""
         for bucket in self._buckets[: self._head] if self._phase is Phase.REDUCING else []:
             bucket.complete()
+        self._add_what_was_aside()
         self._phase = Phase.IDLE
         self._in_step = self._ends_with_backward = self._is_last_microbatch = False
         self._function = self
@@ -348,47 +373,17 @@ class Reducer:
 
     def _plan(self) -> None:
         """Cuts the parameters that can get a gradient into buckets, in the order in which they become complete."""
-        items = []
-        for index, param in enumerate(self._params):
-            hooked = self._hook is not None and self._groups[index] is self.dp
-            of_gradient = gradient_dtype(param)
-            dtype = of_gradient.to_real() if hooked else transport_dtype(of_gradient)
-            kind = (self._groups[index].kind, self._groups[index].ranks, of_gradient, param.device)
-            items.append(Item(kind, param.numel() * (2 if param.is_complex() else 1), dtype.itemsize))
-        live = [i for i in self._order if self._params[i].requires_grad and self._groups[i].size > 1]
-        own = assign(items, [i for i in live if i not in self._tied], self._cap, FIRST_BUCKET_BYTES)
-        # Tied ones keep the order of the module tree: stages observe different orders of completion.
-        tied = assign(items, [i for i in sorted(live) if i in self._tied], self._cap)
-        lanes: dict[tuple[torch.dtype, torch.device], Lane] = {}
-        self._buckets, self._bucket_of, self._plan_is_agreed = [], {}, False
-        self._num_early = len(own)
-        for bucket in (*own, *tied):
-            self._bucket_of |= {index: (len(self._buckets), member) for member, index in enumerate(bucket.members)}
-            named = [(self._names[index], self._params[index]) for index in bucket.members]
-            group = self._groups[bucket.members[0]]
-            number = len(self._buckets)
-            if self._hook is not None and group is self.dp:
-                state, hook = self._hook
-                self._buckets.append(HookedReduction(number, bucket, named, group, hook, state))
-                continue
-            param = named[0][1]
-            dtype = transport_dtype(gradient_dtype(param))
-            if (dtype, param.device) not in lanes:
-                narrow = dtype != gradient_dtype(param).to_real()
-                lanes[dtype, param.device] = Lane(dtype, param.device, 1 if narrow else MAX_IN_FLIGHT)
-            form = ViewedReduction if self._as_views else CopiedReduction
-            self._buckets.append(form(number, bucket, named, group, lanes[dtype, param.device]))
-        hooked_buckets = [bucket for bucket in self._buckets if isinstance(bucket, HookedReduction)]
-        for number, hooked_bucket in enumerate(hooked_buckets):
-            hooked_bucket.hook_index = number
-            hooked_bucket.is_last = number == len(hooked_buckets) - 1
+        options: Any = {"cap": self._cap, "as_views": self._as_views, "hook": self._hook, "hooked": self.dp}
+        plan = plan_buckets(self._members, self._order, list(self._tied), **options)
+        self._buckets, self._num_early, self._bucket_of = plan
+        self._plan_is_agreed = False
 
     def _agree_on_plan(self) -> None:
         """Once for each plan: ranks that would reduce different buckets are told so instead of mixing them up."""
         if self._plan_is_agreed or self.dp.size == 1:
             return
         self._plan_is_agreed = True
-        if not self._is_agreed(self.dp, _content(self._buckets)):
+        if not is_agreed(self.dp, content(self._buckets), self._device):
             raise StepError(
                 f"the ranks {list(self.dp.ranks)} of one data-parallel group do not hold the same trainable parameters "
                 f"(this rank has {len(self._bucket_of)} in {len(self._buckets)} buckets): names, order, shapes, "
@@ -398,23 +393,15 @@ class Reducer:
     def _agree_on_tied(self) -> None:
         """The same for the stages that hold a weight together."""
         for group in {tied.group.ranks: tied.group for tied in self._tied.values()}.values():
-            content = _content([bucket for bucket in self._buckets if bucket.group is group])
-            if self._agreed_tied.get(group.ranks) == content:
+            held = content([bucket for bucket in self._buckets if bucket.group is group])
+            if self._agreed_tied.get(group.ranks) == held:
                 continue  # the other stages have not planned anew when only this stage's own parameters changed
-            self._agreed_tied[group.ranks] = content
-            if not self._is_agreed(group, content):
+            self._agreed_tied[group.ranks] = held
+            if not is_agreed(group, held, self._device):
                 raise StepError(
                     f"the ranks {list(group.ranks)} hold tied weights together and differ in their dtype, shape or "
-                    f"requires_grad (this rank: {content}); change those on all ranks alike"
+                    f"requires_grad (this rank: {held}); change those on all ranks alike"
                 )
-
-    def _is_agreed(self, group: Group, content: str) -> bool:
-        mine = int.from_bytes(hashlib.sha256(content.encode()).digest()[:7], "big")
-        largest = self._small([mine, -mine])
-        work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=group.process_group, async_op=True)
-        wait(work, "agreement on gradient buckets", group)
-        high, negated_low = largest.tolist()
-        return bool(high == -negated_low)
 
     def _learn_order(self) -> None:
         """Cuts buckets anew, by the order in which rank 0 of the DP group saw parameters become complete."""
@@ -431,9 +418,12 @@ class Reducer:
                 self._order = order
                 self._plan()
 
+    @property
+    def _device(self) -> torch.device:
+        return self._params[0].device if self._params else runtime.get().device
+
     def _small(self, values: list[int]) -> Tensor:
-        device = self._params[0].device if self._params else runtime.get().device
-        return torch.tensor(values, dtype=torch.int64, device=device)
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     def _mark_done(self, index: int) -> None:
         if self._done[index] or index not in self._bucket_of:
@@ -502,7 +492,3 @@ class Reducer:
             self._finished[index] = None  # now the last one
             if self._phase is Phase.REDUCING and self._overlap and self._fires[index] == self._expected_fires[index]:
                 self._mark_done(index)
-
-
-def _content(buckets: Sequence[Reduction]) -> str:
-    return repr([(b.names, b.bucket.offsets, b.bucket.numel, str(gradient_dtype(b.params[0]))) for b in buckets])

@@ -14,6 +14,7 @@ half precision are summed in float32 and divided afterwards: their sum may overf
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -83,15 +84,28 @@ class Lane:
         return buffer
 
 
-class Reduction(ABC):
-    """A bucket with its parameters and group. `launch` and `complete` alternate; both are collective over the group."""
+class Member(NamedTuple):
+    """A parameter and what becomes of its gradient: summed over `group`, for `root` alone (an index in the group) or,
+    when that is None, for all; afterwards this rank keeps it or drops it."""
 
-    def __init__(self, index: int, bucket: Bucket, named: Sequence[tuple[str, Parameter]], group: Group) -> None:
+    name: str
+    param: Parameter
+    group: Group
+    root: int | None = None
+    keeps: bool = True
+
+
+class Reduction(ABC):
+    """A bucket with its members, all of one group and root. `launch` and `complete` alternate; both are collective over
+    the group."""
+
+    def __init__(self, index: int, bucket: Bucket, members: Sequence[Member]) -> None:
         self.index = index
         self.bucket = bucket
-        self.names = [name for name, _ in named]
-        self.params = [param for _, param in named]
-        self.group = group
+        self.names = [member.name for member in members]
+        self.params = [member.param for member in members]
+        self.keeps = [member.keeps for member in members]
+        self.group, self.root = members[0].group, members[0].root
         self.size = bucket.numel + len(self.params)  # with flags
         self._work: dist.Work | None = None
 
@@ -146,12 +160,28 @@ class Reduction(ABC):
         else:
             flags.copy_(torch.tensor(present, dtype=flags.dtype))
 
+    def start_sum(self, message: Tensor) -> dist.Work:
+        """Starts the sum of all ranks' `message`, in place, on the root or on all."""
+        group = self.group.process_group
+        if self.root is None:
+            return dist.all_reduce(message, group=group, async_op=True)
+        return dist.reduce(message, self.group.ranks[self.root], group=group, async_op=True)
+
+    def drop(self) -> None:
+        """Gives up the gradients of members that other ranks keep."""
+        for param, keeps in zip(self.params, self.keeps):
+            if not keeps:
+                param.grad = None
+
     def write_back(self, views: Sequence[Tensor], flags: Tensor) -> None:
-        """Copies each view into its member's `grad`; `flags` [members] > 0 where any rank had a gradient."""
-        present = self.present()
-        anywhere = present if all(present) else (flags > 0).tolist()
+        """Copies each view into the `grad` of a member that is kept, drops the others; `flags` [members] > 0 where any
+        rank had a gradient."""
+        self.drop()
+        present = [exists for exists, keeps in zip(self.present(), self.keeps) if keeps]
+        kept = [(param, view) for param, view, keeps in zip(self.params, views, self.keeps) if keeps]
+        anywhere = present if all(present) else flags[torch.tensor(self.keeps, device=flags.device)].gt(0).tolist()
         targets, sources = [], []
-        for param, view, exists in zip(self.params, views, anywhere):
+        for (param, view), exists in zip(kept, anywhere):
             if exists:
                 if param.grad is None:
                     param.grad = torch.empty_like(param, dtype=gradient_dtype(param))
@@ -164,10 +194,8 @@ class Reduction(ABC):
 class CopiedReduction(Reduction):
     """Gradients are copied into a buffer of the lane and back."""
 
-    def __init__(
-        self, index: int, bucket: Bucket, named: Sequence[tuple[str, Parameter]], group: Group, lane: Lane
-    ) -> None:
-        super().__init__(index, bucket, named, group)
+    def __init__(self, index: int, bucket: Bucket, members: Sequence[Member], lane: Lane) -> None:
+        super().__init__(index, bucket, members)
         self._lane = lane
         self._number = lane.enter(self.size)
         self._widened = gradient_dtype(self.params[0]).to_real() != lane.dtype
@@ -206,7 +234,8 @@ class CopiedReduction(Reduction):
         assert self._buffer is not None
         self._scale = scale
         self.write_flags(self._buffer[self.bucket.numel :])
-        self._work = dist.all_reduce(self._buffer, group=self.group.process_group, async_op=True)
+        self._work = self.start_sum(self._buffer)
+        self.drop()
 
     @torch.no_grad()
     def complete(self) -> None:
@@ -221,15 +250,14 @@ class CopiedReduction(Reduction):
 
 
 class ViewedReduction(Reduction):
-    """Gradients live in the bucket: each `grad` is a view of its flat memory, so nothing is kept twice.
+    """Gradients live in the bucket: each `grad` is a view of its flat memory, so nothing is kept twice. For members only
+    that are all kept.
 
     `lane` carries the sum when it needs a wider type than the gradients have.
     """
 
-    def __init__(
-        self, index: int, bucket: Bucket, named: Sequence[tuple[str, Parameter]], group: Group, lane: Lane
-    ) -> None:
-        super().__init__(index, bucket, named, group)
+    def __init__(self, index: int, bucket: Bucket, members: Sequence[Member], lane: Lane) -> None:
+        super().__init__(index, bucket, members)
         dtype = gradient_dtype(self.params[0]).to_real()
         self._flat = torch.empty(self.size, dtype=dtype, device=self.params[0].device)
         self._views = self.views(self._flat)
@@ -259,7 +287,7 @@ class ViewedReduction(Reduction):
             self._flat[: self.bucket.numel].mul_(scale)
         else:
             self._sum = self._lane.take(self._number, self)[: self.size].copy_(self._flat)
-        self._work = dist.all_reduce(self._sum, group=self.group.process_group, async_op=True)
+        self._work = self.start_sum(self._sum)
 
     @torch.no_grad()
     def complete(self) -> None:
