@@ -163,7 +163,6 @@ _STILL_TO_COME: dict[str, tuple[tuple[Any, ...], str]] = {
     "bf16": ((False,), "half precision"),
     "fp16_params": ((False,), "half precision"),
     "fp32_grad_accumulation": ((False,), "half precision"),
-    "shard_optimizer_state": ((False,), "sharded optimizer state"),
     "sharded_data_parallel_degree": ((1,), "sharded data parallelism"),
     "sdp_reduce_bucket_size": ((5e8,), "sharded data parallelism"),
     "sdp_param_persistence_threshold": ((1e6,), "sharded data parallelism"),

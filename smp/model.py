@@ -23,6 +23,7 @@ from smp import grad_norm, log, model_state, runtime
 from smp.dp.broadcast import broadcast_coalesced
 from smp.dp.buffer_sync import BufferSync
 from smp.dp.optimizer_state import accept_empty_stages
+from smp.dp.ownership import Ownership
 from smp.dp.reducer import Reducer
 from smp.dp.tied import TiedGroup, share_initial_values, tied_groups
 from smp.dp.uneven import UnevenInputs
@@ -98,6 +99,7 @@ class DistributedModel(ModelViews):
             self.engine.debug = Comparison(rt)
         self._measured = (trace_execution_times, trace_memory_usage)
         self.reducer: Reducer | None = None
+        self.ownership: Ownership | None = None  # with sharded optimizer state, once partitioned
         self._reducer_options: dict[str, Any] = {
             "overlap": overlapping_allreduce,
             "bucket_cap_mb": bucket_cap_mb,
@@ -349,6 +351,8 @@ class DistributedModel(ModelViews):
 
     def _make_reducer(self) -> None:
         rt = self._rt
+        if rt.config.shard_optimizer_state:
+            self.ownership = Ownership(rt, self.local_parameters())
         self.reducer = Reducer(
             list(self.local_named_parameters()),
             dp=rt.group(CommGroup.DP_GROUP),
@@ -356,6 +360,7 @@ class DistributedModel(ModelViews):
             prescaled_batch=rt.config.prescaled_batch,
             uneven=self._uneven,
             tied=self._tied,
+            ownership=self.ownership,
             **self._reducer_options,
         )
         if rt.topology.pp_size == 1:
@@ -469,6 +474,12 @@ class DistributedModel(ModelViews):
                 "tensor-parallel group compute every batch together, so none can run out before the others. Give all "
                 "ranks the same number of batches (drop or repeat the last ones)."
             )
+        if self._rt.config.shard_optimizer_state and enable:
+            raise UsageError(
+                "DistributedModel.join cannot be used with shard_optimizer_state: a rank without batches would still "
+                "have to update the parameters whose optimizer state it keeps, in every step of the others. Give all "
+                "ranks the same number of batches (drop or repeat the last ones)."
+            )
         return self._uneven.join(divide_by_initial_world_size, enable, throw_on_early_termination)
 
     @property
@@ -488,6 +499,12 @@ class DistributedModel(ModelViews):
         self._comm_hook = (state, hook)
         if self.reducer is not None:
             self.reducer.register_comm_hook(state, hook)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops (or zeroes) the gradients of this rank's parameters."""
+        super().zero_grad(set_to_none)
+        if self.reducer is not None:
+            self.reducer.forget_aside()
 
     # -- state ---------------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from smp import grad_norm, log, runtime
 from smp.comm.entry import enter_collective
 from smp.dp import optimizer_state
 from smp.dp.optimizer_state import Layout
+from smp.dp.ownership import Ownership
 from smp.errors import UsageError
 from smp.topology import CommGroup
 from smp.tp.carry import is_merged
@@ -116,6 +117,11 @@ class DistributedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops (or zeroes) the gradients of this rank's parameters."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
+        if self._ownership is not None:  # before their reduction those that other ranks own have gradients here too
+            for param in self._shared():
+                if param.grad is not None and not self._ownership.owns(param):
+                    param.grad = None if set_to_none else param.grad.detach().zero_()
+            runtime.get().model.reducer.forget_aside()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates this rank's parameters; gradients that a short accumulation window left unreduced are reduced first.
@@ -128,7 +134,7 @@ class DistributedOptimizer(Optimizer):
         rt = runtime.get()
         if not self._ties_checked and rt.model is not None and rt.model.partitioned:
             self._ties_checked = True
-            optimizer_state.check_tied_options(rt, self.optimizer)
+            optimizer_state.check_tied_options(rt, self.optimizer, self._given)
         if closure is None:
             grad_norm.flush(rt)
             return self._update(None)
@@ -142,7 +148,20 @@ class DistributedOptimizer(Optimizer):
 
     def _update(self, closure: Callable[[], Any] | None) -> Any:
         """One update of what this rank's inner optimizer holds; gradients are reduced."""
-        return self.optimizer.step(closure)
+        result = self.optimizer.step(closure)
+        if self._ownership is not None:
+            self._ownership.gather(self._shared())
+        return result
+
+    @property
+    def _ownership(self) -> Ownership | None:
+        """With sharded optimizer state: who updates which parameter, once the model is partitioned."""
+        return getattr(runtime.get().model, "ownership", None)
+
+    def _shared(self) -> list[Parameter]:
+        """Parameters that some rank of this stage updates, if a gradient reaches them; the same on all its ranks."""
+        reducer = runtime.get().model.reducer
+        return [param for group in self._given for param in group if param.requires_grad or reducer.reduces(param)]
 
     def backward(self, loss: Tensor) -> None:
         """`model.backward(loss)`."""
@@ -215,6 +234,8 @@ class DistributedOptimizer(Optimizer):
     def _take_local(self, local_parameters: Iterable[Tensor]) -> None:
         """From all parameters given to those that the inner optimizer updates on this rank."""
         self._drop_foreign(local_parameters)
+        if self._ownership is not None:
+            optimizer_state.drop_parameters(self.optimizer, self._ownership.owns)
 
     def _drop_foreign(self, local_parameters: Iterable[Tensor]) -> None:
         local = {id(param) for param in local_parameters}

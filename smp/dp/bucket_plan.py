@@ -99,7 +99,9 @@ def _summed(
 
 def content(buckets: Sequence[Reduction]) -> str:
     """What has to be equal on all ranks."""
-    return repr([(b.names, b.bucket.offsets, b.bucket.numel, str(gradient_dtype(b.params[0])), b.root) for b in buckets])
+    return repr(
+        [(b.names, b.bucket.offsets, b.bucket.numel, str(gradient_dtype(b.params[0])), b.root) for b in buckets]
+    )
 
 
 def is_agreed(group: Group, content_here: str, device: torch.device) -> bool:

@@ -296,8 +296,10 @@ def agree(rt: Runtime, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def check_tied_options(rt: Runtime, optimizer: Optimizer) -> None:
+def check_tied_options(rt: Runtime, optimizer: Optimizer, given: Sequence[Sequence[Tensor]]) -> None:
     """Sees that all stages that hold a tied weight update it alike. Collective over the pp group when there is one.
+
+    `given`: the parameters of the optimizer's groups, also those that other ranks update.
 
     Raises:
         UsageError: they have it in groups of different options, or one has it in no group; on all ranks.
@@ -308,12 +310,12 @@ def check_tied_options(rt: Runtime, optimizer: Optimizer) -> None:
     if stages is None or not tied:
         return
     mine: dict[str, str | None] = {name: None for name in tied.values() if stages.is_local(name)}
-    for group in optimizer.param_groups:
+    for group, params in zip(optimizer.param_groups, given):
         options = {key: value for key, value in sorted(group.items()) if key not in ("params", "param_names")}
-        mine |= {tied[id(p)]: repr(options) for p in group["params"] if id(p) in tied}
+        mine |= {tied[id(p)]: repr(options) for p in params if tied.get(id(p)) in mine}
     seen: dict[str, dict[str | None, int]] = {}
-    for stage, given in enumerate(rt.transport.all_gather_object(mine, rt.group(CommGroup.PP_GROUP))):
-        for name, option in given.items():
+    for stage, held in enumerate(rt.transport.all_gather_object(mine, rt.group(CommGroup.PP_GROUP))):
+        for name, option in held.items():
             seen.setdefault(name, {}).setdefault(option, stage)
     for name, by_option in seen.items():
         if len(by_option) > 1:

@@ -150,6 +150,10 @@ class Reducer:
         """The parameters whose gradients it reduces."""
         return self._params
 
+    def reduces(self, param: Tensor) -> bool:
+        """Whether the parameter's gradient is reduced in the passes that are planned now."""
+        return self._index.get(id(param), -1) in self._bucket_of
+
     @property
     def pending(self) -> bool:
         """True while gradients are accumulated that are not reduced yet."""

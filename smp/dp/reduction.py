@@ -174,15 +174,14 @@ class Reduction(ABC):
                 param.grad = None
 
     def write_back(self, views: Sequence[Tensor], flags: Tensor) -> None:
-        """Copies each view into the `grad` of a member that is kept, drops the others; `flags` [members] > 0 where any
-        rank had a gradient."""
+        """Copies each view into the `grad` of its member where that is kept, else drops it; `flags` [members] > 0 where
+        any rank had a gradient."""
         self.drop()
-        present = [exists for exists, keeps in zip(self.present(), self.keeps) if keeps]
-        kept = [(param, view) for param, view, keeps in zip(self.params, views, self.keeps) if keeps]
-        anywhere = present if all(present) else flags[torch.tensor(self.keeps, device=flags.device)].gt(0).tolist()
+        is_unsure = any(keeps and not present for keeps, present in zip(self.keeps, self.present()))
+        anywhere = (flags > 0).tolist() if is_unsure else self.keeps
         targets, sources = [], []
-        for (param, view), exists in zip(kept, anywhere):
-            if exists:
+        for param, view, exists, keeps in zip(self.params, views, anywhere, self.keeps):
+            if exists and keeps:
                 if param.grad is None:
                     param.grad = torch.empty_like(param, dtype=gradient_dtype(param))
                 targets.append(real(param.grad))
@@ -244,16 +243,15 @@ class CopiedReduction(Reduction):
         wait(self._work, self.call, self.group)
         self._work = None
         assert self._buffer is not None
-        if self._widened:
+        if self._widened and any(self.keeps):
             self._buffer[: self.bucket.numel].mul_(self._scale)
         self.write_back(self._views, self._buffer[self.bucket.numel :])
 
 
 class ViewedReduction(Reduction):
-    """Gradients live in the bucket: each `grad` is a view of its flat memory, so nothing is kept twice. For members only
-    that are all kept.
+    """Gradients live in the bucket: each `grad` is a view of its flat memory, so nothing is kept twice.
 
-    `lane` carries the sum when it needs a wider type than the gradients have.
+    Only for members that are all kept. `lane` carries the sum when it needs a wider type than the gradients have.
     """
 
     def __init__(self, index: int, bucket: Bucket, members: Sequence[Member], lane: Lane) -> None:
