@@ -9,7 +9,8 @@ Every logical parameter counts once:
     tied, of several stages         all ranks of these, equal             those of the first of the stages
 
 The sum runs over the mp group, one whole replica. Replicas hold equal gradients once these are reduced, so they all
-find the same norm.
+find the same norm. With sharded optimizer state a gradient is on its parameter's owner alone, one of several replicas:
+then the owners count, and the sum runs over the world.
 """
 
 import functools
@@ -24,8 +25,10 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grad
 
 from smp import runtime
+from smp.dp.ownership import Ownership
 from smp.dp.tied import is_copy
 from smp.errors import UsageError
+from smp.groups import Group
 from smp.runtime import Runtime
 from smp.topology import CommGroup
 
@@ -40,7 +43,8 @@ def clip_grad_norm_(
     """Scales gradients in place so that the norm of all `parameters`, over the whole model, is at most `max_norm`.
 
     Like `torch.nn.utils.clip_grad_norm_`, but `parameters` are this rank's part (`model.parameters()`), possibly none.
-    Collective over the mp group: all ranks of a model replica call it. Gradients that `backward_passes_per_step` left
+    Collective over the mp group: all ranks of a model replica call it; with sharded optimizer state over the world: all
+    ranks call it, also one that owns no parameter. Gradients that `backward_passes_per_step` left
     unreduced are reduced first, which is collective over the DP group too.
 
     Returns:
@@ -55,7 +59,7 @@ def clip_grad_norm_(
     flush(rt)
     own = _own_parameters(rt)
     foreign = [param for param in params if id(param) not in own and param.grad is not None]
-    if foreign and rt.mp_size > 1:
+    if foreign and _norm_group(rt).size > 1:
         raise UsageError(
             f"clip_grad_norm_: {len(foreign)} of {len(params)} parameters are not the DistributedModel's on this "
             "rank; pass model.parameters() or some of it"
@@ -70,19 +74,21 @@ def clip_grad_norm_(
 def global_norm(
     rt: Runtime, entries: Sequence[tuple[Tensor, Tensor]], norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """The norm of gradients over one model replica; collective over the mp group, entries may be none.
+    """The norm of gradients over one model replica; collective over the mp group, with sharded optimizer state over the
+    world; entries may be none.
 
     `entries`: (parameter, gradient) on this rank; the parameter tells how the gradient counts. Half precision is
-    summed in float32. Returns a scalar, float64 if this rank has a gradient in float64, else float32, on the
-    runtime's device.
+    summed in float32. Returns a scalar, float64 if the model has a parameter in float64, else float32, on the runtime's
+    device: the same on every rank.
     """
     norm_type = float(norm_type)
-    in_double = any(grad.dtype in (torch.float64, torch.complex128) for _, grad in entries)
-    entries = [(param, grad) for param, grad in entries if not is_copy(param)]
+    module = getattr(rt.model, "module", None)
+    in_double = module is not None and any(p.dtype in (torch.float64, torch.complex128) for p in module.parameters())
+    entries = [(param, grad) for param, grad in entries if not is_copy(param) and _counts(rt, param)]
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}: a positive number or inf is needed")
     whole = [grad for param, grad in entries if _shard(param) is None]
-    weighted = [(_norm(rt, whole, norm_type), 1.0 if rt.tp_rank == 0 else 0.0)]
+    weighted = [(_norm(rt, whole, norm_type), 1.0)]
     for num_parts in sorted({_shard(param).num_parts for param, _ in entries if _shard(param) is not None}):
         cut = [(_shard(param), grad) for param, grad in entries if _shard(param) is not None]
         parts = [spec.without_padding(grad) for spec, grad in cut if spec.num_parts == num_parts]
@@ -95,8 +101,7 @@ def global_norm(
         largest, is_nan = _reduce(rt, message, dist.ReduceOp.MAX)
         total = torch.where(is_nan > 0, math.nan, largest)
     else:
-        # Not 0 x norm: the norm of what another rank counts may be infinite.
-        powers = [weight * norm.pow(norm_type) if weight > 0 else torch.zeros_like(norm) for norm, weight in weighted]
+        powers = [weight * norm.pow(norm_type) for norm, weight in weighted]
         total = _reduce(rt, torch.stack(powers).sum(0, True), dist.ReduceOp.SUM)[0].pow(1.0 / norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
@@ -104,6 +109,24 @@ def global_norm(
             "clipped. To scale the gradients by it anyway, set `error_if_nonfinite=False`"
         )
     return total if in_double else total.float()
+
+
+def _counts(rt: Runtime, param: Tensor) -> bool:
+    """Whether this rank is the one that counts the parameter, or its part of it."""
+    ownership = _ownership(rt)
+    if ownership is not None and not ownership.owns(param):
+        return False
+    has_one_owner = ownership is not None and not getattr(param, "_smp_scaled_batch", False)
+    return _shard(param) is not None or has_one_owner or rt.tp_rank == 0
+
+
+def _ownership(rt: Runtime) -> Ownership | None:
+    return getattr(rt.model, "ownership", None)
+
+
+def _norm_group(rt: Runtime) -> Group:
+    """The ranks that hold the gradients of one replica."""
+    return rt.group(CommGroup.MP_GROUP if _ownership(rt) is None else CommGroup.WORLD)
 
 
 def flush(rt: Runtime) -> None:
@@ -150,13 +173,13 @@ def _entries_of(rt: Runtime, grads: Sequence[Tensor]) -> list[tuple[Tensor, Tens
     before = [param for param in _own_parameters(rt).values() if param.grad is not None]
     chosen = [param for param in before if id(param.grad) in given]
     if len(chosen) < len(grads):
-        if not chosen or rt.mp_size == 1:
+        if not chosen or _norm_group(rt).size == 1:
             return None
         raise UsageError(
             f"clipping: {len(grads) - len(chosen)} of {len(grads)} gradients do not belong to the DistributedModel on "
             "this rank, so a common norm is not defined; clip them in a call of their own"
         )
-    if not grads and rt.mp_size == 1:
+    if not grads and _norm_group(rt).size == 1:
         return None
     flush(rt)
     if len(chosen) == len(before):  # all that there were: also those which only other replicas had
@@ -189,7 +212,7 @@ def _norm(rt: Runtime, grads: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def _reduce(rt: Runtime, message: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-    group = rt.group(CommGroup.MP_GROUP)
+    group = _norm_group(rt)
     if group.size > 1:
         work = dist.all_reduce(message, op, group=group.process_group, async_op=True)
         with rt.monitor.blocking("norm of all gradients", group.ranks):

@@ -175,7 +175,7 @@ def test_combinations_of_coming_features_are_checked_too(config: dict[str, Any],
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("fp16", True), ("bf16", True), ("shard_optimizer_state", True), ("sharded_data_parallel_degree", 2),
+        ("fp16", True), ("bf16", True), ("sharded_data_parallel_degree", 2),
 
         ("_fp32_grad_accumulation", True), ("_match_weights", True), ("sdp_reduce_bucket_size", 1e6),
         ("sdp_param_persistence_threshold", 1.0), ("sdp_max_live_parameters", 1e6),
