@@ -11,7 +11,7 @@ import sys
 import time
 from typing import Any
 
-from benchmarks.rows import BLOCKS, SMALL_GPT
+from benchmarks.rows import BLOCKS, SAVED, SMALL_GPT
 from benchmarks.worlds import ROOT, Side, worlds
 
 IMPORTS = 5  # of each kind, in turn
@@ -63,6 +63,15 @@ def overhead(config: dict[str, Any]) -> dict[str, Any]:
     return result("overhead", title, 1e3 * stages[1]["cpu"], 2.0, "ms", stages=stages, sizes=sizes)
 
 
+def stall(config: dict[str, Any]) -> dict[str, Any]:
+    """How long a save in the background stops training, of what one in the foreground does."""
+    arguments = {"sizes": SAVED, "config": config, "repeats": 5}
+    ranks = _answers(Side("stall", "benchmarks.saving:stall", arguments, 2, "mpi"))
+    title = "time for which saving in the background (256 MB) stops training, of what saving in the foreground takes"
+    share = max(rank["background"] / rank["blocking"] for rank in ranks)
+    return result("stall", title, share, 0.2, "of it", stages=ranks, sizes=dict(SAVED))
+
+
 def imports(config: dict[str, Any]) -> dict[str, Any]:
     """`import smp` with all it needs to start, against torch and mpi4py alone."""
     codes = {
@@ -112,5 +121,6 @@ FIGURES = {
     "overhead": overhead,
     "partition": partition,
     "planning": planning,
+    "stall": stall,
     "import": imports,
 }

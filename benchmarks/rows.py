@@ -10,6 +10,7 @@ SMALL_GPT = {"vocabulary": 2048, "length": 128, "width": 256, "layers": 8}
 BIG_HEAD = {**SMALL_GPT, "vocabulary": 16384}
 BLOCKS = {"length": 128, "width": 256, "layers": 4, "degree": 2}
 SLEEP = {"stages": 4, "forward": 0.010, "backward": 0.020}
+SAVED = {"width": 1024, "layers": 11}  # per process; with Adam's moments 264 MB in both together
 SCHEDULES_AT_FOUR = [
     "ScheduleZBVZeroBubble",
     "ScheduleDualPipeV",
@@ -71,6 +72,12 @@ def _megatron(config: dict[str, Any]) -> list[Row]:
     arguments = {"sizes": BLOCKS, "batch": 8}
     side = Side("Megatron-Core", "benchmarks.megatron:tensor_parallel", arguments, python=python)
     return [_tensor_parallel("megatron", "the same blocks, against Megatron-Core's layers", 1.00, config, side)]
+
+
+def _saving(name: str, title: str, ours: str, theirs: str, config: dict[str, Any]) -> Row:
+    mine = Side("ours", f"benchmarks.saving:{ours}", {"sizes": SAVED, "config": config}, 2, "mpi")
+    other = Side(theirs.replace("_", "."), f"benchmarks.saving:{theirs}", {"sizes": SAVED})
+    return Row(name, title, 1.10, mine, (other,), steps=1, same_losses=False, sizes=dict(SAVED))
 
 
 def rows(config: dict[str, Any]) -> list[Row]:
@@ -148,5 +155,13 @@ def rows(config: dict[str, Any]) -> list[Row]:
             config,
             *(_dtensor(sequence, fused=True) for sequence in (False, True)),
         ),
+        _saving(
+            "save",
+            "partial checkpoint of 256 MB, checksummed and flushed, against torch.save + fsync",
+            "save",
+            "torch_save",
+            config,
+        ),
+        _saving("load", "the same, resumed from and verified, against torch.load", "load", "torch_load", config),
         *_megatron(config),
     ]

@@ -22,6 +22,7 @@ def main() -> None:
     """Answers the driver until it hangs up.
 
     `("build", "module:function", arguments)` -> what the function's second result is; the first is the step to run.
+    A step that has `close` is closed at the end.
     `("run", n)` -> begin, end (perf_counter, one clock for all processes of a host) and processor seconds of n steps.
     """
     port, key = os.environ[ADDRESS_VARIABLE].split(":")
@@ -31,6 +32,7 @@ def main() -> None:
             try:
                 order = driver.recv()
             except EOFError:
+                getattr(step, "close", lambda: None)()
                 break
             if order[0] == "build":
                 module, _, function = order[1].partition(":")
