@@ -159,10 +159,6 @@ NO_EFFECT = {
 
 # Keys whose feature is still to come: the values that work today, and what the others would need.
 _STILL_TO_COME: dict[str, tuple[tuple[Any, ...], str]] = {
-    "fp16": ((False,), "half precision"),
-    "bf16": ((False,), "half precision"),
-    "fp16_params": ((False,), "half precision"),
-    "fp32_grad_accumulation": ((False,), "half precision"),
     "sharded_data_parallel_degree": ((1,), "sharded data parallelism"),
     "sdp_reduce_bucket_size": ((5e8,), "sharded data parallelism"),
     "sdp_param_persistence_threshold": ((1e6,), "sharded data parallelism"),
@@ -206,7 +202,7 @@ _RULES = (
     _Rule(
         ("fp16_params", "fp16", "bf16"),
         lambda c: c.fp16_params and not (c.fp16 or c.bf16),
-        "fp16_params: got True, which needs fp16 to be True",
+        "fp16_params: got True, which needs fp16 or bf16 to be True",
     ),
     _Rule(
         ("sharded_data_parallel_degree", "pipeline_parallel_degree"),

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
 from torch.nn.utils import clip_grad
 
 from smp import runtime
@@ -57,6 +56,7 @@ def clip_grad_norm_(
     rt = runtime.get()
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     flush(rt)
+    _refuse_scaled(rt, params)
     own = _own_parameters(rt)
     foreign = [param for param in params if id(param) not in own and param.grad is not None]
     if foreign and _norm_group(rt).size > 1:
@@ -170,8 +170,9 @@ def _entries_of(rt: Runtime, grads: Sequence[Tensor]) -> list[tuple[Tensor, Tens
     No gradient at all, with a model spread over several ranks, is taken for a stage without parameters.
     """
     given = {id(grad) for grad in grads}
-    before = [param for param in _own_parameters(rt).values() if param.grad is not None]
+    before = _holders_of_gradients(rt)
     chosen = [param for param in before if id(param.grad) in given]
+    _refuse_scaled(rt, chosen)
     if len(chosen) < len(grads):
         if not chosen or _norm_group(rt).size == 1:
             return None
@@ -183,14 +184,34 @@ def _entries_of(rt: Runtime, grads: Sequence[Tensor]) -> list[tuple[Tensor, Tens
         return None
     flush(rt)
     if len(chosen) == len(before):  # all that there were: also those which only other replicas had
-        chosen = [param for param in _own_parameters(rt).values() if param.grad is not None]
+        chosen = _holders_of_gradients(rt)
     return [(param, param.grad) for param in chosen if param.grad is not None]
 
 
-def _own_parameters(rt: Runtime) -> dict[int, Parameter]:
+def _own_parameters(rt: Runtime) -> dict[int, Tensor]:
+    """The model's parameters on this rank, and their fp32 masters."""
     if rt.model is None:
         raise UsageError("clipping needs the DistributedModel: make it first")
-    return {id(param): param for param in rt.model.local_parameters()}
+    masters = rt.optimizer.master_params if rt.optimizer is not None and rt.model.partitioned else []
+    return {id(param): param for param in [*rt.model.local_parameters(), *masters]}
+
+
+def _holders_of_gradients(rt: Runtime) -> list[Tensor]:
+    """One of our parameters for each gradient; a master may share that of its parameter."""
+    return list({id(param.grad): param for param in _own_parameters(rt).values() if param.grad is not None}.values())
+
+
+def _refuse_scaled(rt: Runtime, params: Iterable[Tensor]) -> None:
+    """Gradients of the model's parameters are no gradients of the loss while they are multiplied by a loss scale."""
+    scaler = rt.optimizer.loss_scaler if rt.optimizer is not None else None
+    if scaler is not None and scaler.scales:
+        masters = {id(param) for param in rt.optimizer.master_params}
+        if any(param.grad is not None and id(param) not in masters for param in params):
+            raise UsageError(
+                f"clipping: these gradients are multiplied by the loss scale, {scaler.loss_scale:g}. Call "
+                "optimizer.clip_master_grads(max_norm) instead, which clips the gradients of the fp32 masters and "
+                "returns their norm"
+            )
 
 
 def _shard(param: Tensor) -> Any:

@@ -28,6 +28,8 @@ from smp.dp.reducer import Reducer
 from smp.dp.tied import TiedGroup, share_initial_values, tied_groups
 from smp.dp.uneven import UnevenInputs
 from smp.errors import StepError, UsageError
+from smp.fp16.gradients import widen
+from smp.fp16.module import cast_arguments, cast_module, cast_nested, half_dtype
 from smp.model_views import ModelViews
 from smp.nested import flatten
 from smp.pp import checkpointing
@@ -106,6 +108,7 @@ class DistributedModel(ModelViews):
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "backward_passes_per_step": backward_passes_per_step,
         }
+        self._half = half_dtype(rt.config)
         self._average = average_grads_across_microbatches
         self._broadcast_buffers = broadcast_buffers
         self._uneven = UnevenInputs(rt.group(CommGroup.DP_GROUP), rt.group(CommGroup.RDP_GROUP))
@@ -119,6 +122,7 @@ class DistributedModel(ModelViews):
         self._num_microbatches = 1
         self._in_pass = False
         self._had_backward = False
+        self._in_backward = False  # ours, seen by autograd's threads too
         self._calls_replaced: ExitStack | None = None
         self._post_partition_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._post_step_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
@@ -151,6 +155,8 @@ class DistributedModel(ModelViews):
         return wrapped
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._half is not None:
+            args, kwargs = cast_arguments(args, kwargs, self._half)
         if self._rt.topology.pp_size > 1:
             if current.program is None:
                 raise StepError(
@@ -159,13 +165,13 @@ class DistributedModel(ModelViews):
                 )
             if not self.partitioned:
                 self._partition_in_step(args, kwargs)
-            return self.module(*args, **kwargs)
+            return self._run(args, kwargs)
         in_step = current.streams is not None
         assert self.reducer is not None
         if not in_step and torch.is_grad_enabled():
             self.reducer.refresh()
             self._sync_buffers()
-        output = self.module(*args, **kwargs)
+        output = self._run(args, kwargs)
         if torch.is_grad_enabled():
             leaves = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
             self.reducer.watch(leaves)
@@ -173,13 +179,20 @@ class DistributedModel(ModelViews):
                 for leaf in leaves:
                     if leaf.requires_grad:
                         leaf.register_hook(_refuse_backward)  # loss.backward() comes past none of our calls
+            if self._half is not None and self._rt.optimizer is not None and not in_step:
+                self._rt.optimizer.refuse_unscaled_backward(leaves, lambda: self._in_backward)
         return output
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's output, in full precision."""
+        output = self.module(*args, **kwargs)
+        return output if self._half is None else cast_nested(output, torch.float32)
 
     def backward(
         self, tensors: Tensor | Sequence[Tensor], grad_tensors: Tensor | Sequence[Tensor] | None = None
     ) -> None:
         """Gradients of `tensors` with respect to all parameters, on every stage; only inside a step function when the
-        model is pipelined.
+        model is pipelined. With fp16 or bf16 they are multiplied by the optimizer's loss scale.
 
         Args:
             tensors: the loss, or several tensors.
@@ -202,6 +215,13 @@ class DistributedModel(ModelViews):
             _refuse_backward()
         in_step = current.streams is not None
         scale = 1.0 / self._num_microbatches if self._average and in_step else 1.0
+        if self._half is not None:
+            tensors, gradients = cast_nested(
+                (tensors, gradients), torch.float32
+            )  # a scaled seed does not fit into fp16
+            if self._rt.optimizer is not None:
+                self._rt.optimizer.before_backward()
+                scale *= self._rt.optimizer.loss_scale
         self._had_backward = True
         if self._rt.topology.pp_size == 1:
             self._plain_backward(tensors, gradients, scale)
@@ -241,11 +261,11 @@ class DistributedModel(ModelViews):
         recorder = self.engine.recorder if in_step else None
         if recorder is not None:
             recorder.begin_backward()
-        current.in_backward = True
+        current.in_backward = self._in_backward = True
         try:
             plain_backward(tensors, seeds)
         finally:
-            current.in_backward = False
+            current.in_backward = self._in_backward = False
         if recorder is not None:
             recorder.end_backward()
         if streams is not None:
@@ -298,6 +318,8 @@ class DistributedModel(ModelViews):
         rt = self._rt
         with torch.no_grad():
             self.module = convert(self.module, rt)
+            if self._half is not None:
+                cast_module(self.module, self._half)
             stages = self._assign_stages(call)
             checkpointing.install(self.module, stages)
             stages.free_others()
@@ -309,6 +331,7 @@ class DistributedModel(ModelViews):
             share_initial_values(list(self.module.parameters()), self._tied)
         self._state = State.PARTITIONED
         model_state.apply_pending(self)
+        widen(self.local_parameters(), rt.config)
         self._make_reducer()
         if rt.topology.pp_size > 1:
             accept_empty_stages()

@@ -424,7 +424,10 @@ def _copy_in(rt: Runtime, entries: Sequence[_Entry], values: Mapping[str, Any], 
             own = _deliver(rt, entry, own[-1:], source, number)
         if entry.live:
             for value in own:  # more than one when tied names were saved apart: the last wins, as in torch
-                entry.tensor.copy_(value if plan.partial or entry.spec is None else entry.spec.split(value))
+                part = value if plan.partial or entry.spec is None else entry.spec.split(value)
+                entry.tensor.copy_(part)
+                if rt.optimizer is not None:
+                    rt.optimizer.on_loaded(entry.tensor, part)
 
 
 def _deliver(rt: Runtime, entry: _Entry, own: list[Tensor], source: int, tag: int) -> list[Tensor]:

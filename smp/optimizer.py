@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -12,7 +14,9 @@ from smp.comm.entry import enter_collective
 from smp.dp import optimizer_state
 from smp.dp.optimizer_state import Layout
 from smp.dp.ownership import Ownership
-from smp.errors import UsageError
+from smp.errors import CheckpointError, UsageError
+from smp.fp16.gradients import HALF
+from smp.fp16.optimizer import MASTERS_KEY, SCALER_KEY, FP16_Optimizer
 from smp.topology import CommGroup
 from smp.tp.carry import is_merged
 
@@ -23,79 +27,56 @@ _STATE_DICT_ADVICE = (
 _LOAD_ADVICE = "Call optimizer.load_state_dict() on all ranks, under no condition."
 
 
-class DistributedOptimizer(Optimizer):
+class DistributedOptimizer(FP16_Optimizer):
     """Wraps `optimizer` for a `DistributedModel`; is itself a torch optimizer, so that schedulers take it.
 
     Before partition the inner optimizer may hold every parameter of the model. At partition those of other stages are
     dropped from it; groups stay, and a rank left without parameters still steps. `param_groups` and `state` are the
     inner optimizer's own objects, never copies.
 
+    Where the configuration says fp16 or bf16, the parameters that it updates are fp32 masters from partition on, and an
+    overflow on any rank makes all skip the step; with bf16 overflows are looked for only where a loss scale is asked
+    for. Otherwise there are no masters and the loss scale is 1.
+
     Args:
         optimizer: any torch optimizer whose update is elementwise per parameter (SGD, Adam and their kind).
-        static_loss_scale, dynamic_loss_scale, dynamic_loss_args: have no effect without fp16.
+        static_loss_scale, dynamic_loss_scale, dynamic_loss_args: see `FP16_Optimizer`; no effect in full precision.
     """
 
     _is_accelerate_prepared = True  # accelerate does not wrap it once more
-    loss_scaler = None
-    first_closure_call_this_step = True
 
     def __init__(
         self,
         optimizer: Optimizer,
-        static_loss_scale: float = 1.0,
+        static_loss_scale: float | None = 1.0,
         dynamic_loss_scale: bool = False,
         dynamic_loss_args: Mapping[str, Any] | None = None,
     ) -> None:
-        # The base class's constructor is left out on purpose: it would make a second set of groups.
-        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, DistributedOptimizer):
-            raise UsageError(f"DistributedOptimizer wraps a plain torch optimizer, got {type(optimizer).__name__}")
         rt = runtime.get()
-        self.optimizer = optimizer
-        self._global_grad_norm: float | None = None
+        super().__init__(optimizer, static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
         self._pending_state: Mapping[str, Any] | None = None
+        self._pending_masters: dict[str, Tensor] = {}
+        # fp32 values that parameters were loaded with, by their ids, until there are masters.
+        self._loaded: dict[int, Tensor] = {}
+        self._is_local = False  # whether the inner optimizer holds what it updates on this rank, and nothing else
         self._layout: Layout | None = None
         self._ties_checked = False
         # All parameters the inner optimizer was given, before those of other stages are dropped.
         self._given: list[list[Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
-        if static_loss_scale != 1.0 or dynamic_loss_scale or dynamic_loss_args:
-            log.warn_once("loss scale", "DistributedOptimizer: loss scaling has no effect without fp16")
         rt.optimizer = self
         if rt.model is not None and rt.model.partitioned:
             self._on_partition(rt.model.local_parameters())
 
-    # ---- the inner optimizer's own things
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optimizer.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.optimizer.defaults = defaults
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not there yet
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
-
-    def __repr__(self) -> str:
-        return f"DistributedOptimizer({self.optimizer!r})"
+    def _prepare(self) -> bool:
+        """Whether gradients may overflow. Masters are made at partition."""
+        config, scaler = runtime.get().config, self.loss_scaler
+        assert scaler is not None
+        if not (config.fp16 or config.bf16):
+            self.loss_scaler = None
+            if scaler.scales:
+                log.warn_once("loss scale", "DistributedOptimizer: loss scaling has no effect without fp16 or bf16")
+            return False
+        return config.fp16 or scaler.scales
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch does; its parameters may be of any stage."""
@@ -106,17 +87,11 @@ class DistributedOptimizer(Optimizer):
         if model is not None and model.partitioned:
             self._take_local(model.local_parameters())
 
-    def register_step_pre_hook(self, hook: Any) -> Any:
-        return self.optimizer.register_step_pre_hook(hook)
-
-    def register_step_post_hook(self, hook: Any) -> Any:
-        return self.optimizer.register_step_post_hook(hook)
-
     # ---- training
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops (or zeroes) the gradients of this rank's parameters."""
-        self.optimizer.zero_grad(set_to_none=set_to_none)
+        super().zero_grad(set_to_none=set_to_none)
         if self._ownership is not None:  # before their reduction those that other ranks own have gradients here too
             for param in self._shared():
                 if param.grad is not None and not self._ownership.owns(param):
@@ -126,29 +101,23 @@ class DistributedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates this rank's parameters; gradients that a short accumulation window left unreduced are reduced first.
 
-        `closure`: computes gradients and returns the loss, as for torch's optimizers.
+        Collective over the world with fp16 or a loss scale: an overflow on any rank skips the step on all.
+
+        `closure`: computes gradients and returns the loss, as for torch's optimizers. Not with fp16 or a loss scale.
 
         Raises:
-            UsageError: at the first step, on every rank: stages that hold a tied weight would update it differently.
+            UsageError: at the first step, on every rank: stages that hold a tied weight would update it differently; or
+                a closure that cannot work.
+            StepError: on every rank: step after step is skipped, and the scale cannot fall any more.
         """
         rt = runtime.get()
         if not self._ties_checked and rt.model is not None and rt.model.partitioned:
             self._ties_checked = True
             optimizer_state.check_tied_options(rt, self.optimizer, self._given)
-        if closure is None:
-            grad_norm.flush(rt)
-            return self._update(None)
-
-        def reduced_closure() -> Any:
-            loss = closure()
-            grad_norm.flush(rt)
-            return loss
-
-        return self._update(reduced_closure)
+        return super().step(closure)
 
     def _update(self, closure: Callable[[], Any] | None) -> Any:
-        """One update of what this rank's inner optimizer holds; gradients are reduced."""
-        result = self.optimizer.step(closure)
+        result = super()._update(closure)
         if self._ownership is not None:
             self._ownership.gather(self._shared())
         return result
@@ -164,63 +133,37 @@ class DistributedOptimizer(Optimizer):
         return [param for group in self._given for param in group if param.requires_grad or reducer.reduces(param)]
 
     def backward(self, loss: Tensor) -> None:
-        """`model.backward(loss)`."""
+        """`model.backward(loss)`, which scales the loss."""
         model = runtime.get().model
         if model is None:
             raise UsageError("optimizer.backward() needs the DistributedModel: make it first")
         model.backward(loss)
 
-    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
-        """Clips this optimizer's gradients by their norm over the whole model; returns the norm before clipping."""
-        params = [param for group in self.param_groups for param in group["params"]]
-        self._global_grad_norm = grad_norm.clip_grad_norm_(params, max_norm, norm_type).item()
-        return self._global_grad_norm
-
-    # ---- half precision: nothing to do without it
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether the last step changed nothing because of an overflow."""
-        return False
-
-    @property
-    def overflow(self) -> bool:
-        return False
-
-    @property
-    def loss_scale(self) -> float:
-        return 1.0
-
-    @property
-    def master_params(self) -> list[Parameter]:
-        """The parameters that the update works on: without half precision, those of the model."""
-        return [param for group in self.param_groups for param in group["params"]]
-
-    @property
-    def fp16_groups(self) -> list[list[Parameter]]:
-        return []
-
-    @property
-    def fp32_from_fp16_groups(self) -> list[list[Parameter]]:
-        return []
-
-    @property
-    def fp32_from_fp32_groups(self) -> list[list[Parameter]]:
-        return [list(group["params"]) for group in self.param_groups]
-
-    def master_is_distributed(self, param: Tensor) -> bool:
-        """Whether `param`, one of `master_params`, is a part of a distributed parameter."""
-        return getattr(param, "_smp_shard", None) is not None
-
-    def init_master_params(self) -> None:
-        """Without half precision there are no masters."""
-
-    def reload_model_params(self) -> None:
-        """Without half precision there are no masters to refresh from the model."""
-
-    def update_master_grads(self) -> None:
-        """Makes the gradients final."""
+    def _reduce_gradients(self) -> None:
         grad_norm.flush(runtime.get())
+
+    def _any_rank(self, found: Tensor) -> bool:
+        rt = runtime.get()
+        group = rt.group(CommGroup.WORLD)
+        if group.size > 1:
+            work = dist.all_reduce(found, dist.ReduceOp.MAX, group=group.process_group, async_op=True)
+            with rt.monitor.blocking("agreement on an overflow of gradients", group.ranks):
+                work.wait()
+        return bool(found.item())
+
+    def _device(self) -> torch.device:
+        return runtime.get().device
+
+    def _clip(self, max_norm: float, norm_type: float) -> float:
+        return grad_norm.clip_grad_norm_(self.master_params, max_norm, norm_type).item()
+
+    def _culprit(self) -> str:
+        rt = runtime.get()
+        found = rt.transport.all_gather_object(self._first_not_finite(), rt.group(CommGroup.WORLD))
+        return next(filter(None, found), "a parameter")
+
+    def _name_of(self, param: Tensor, group: int, place: int) -> str:
+        return f"'{self._names()[id(param)]}' (stage {runtime.get().pp_rank})"
 
     # ---- partition and state
 
@@ -230,12 +173,22 @@ class DistributedOptimizer(Optimizer):
         pending, self._pending_state = self._pending_state, None
         if pending is not None:
             self._load(pending)
+        masters, self._pending_masters = self._pending_masters, {}
+        self._set_masters(masters)
 
     def _take_local(self, local_parameters: Iterable[Tensor]) -> None:
         """From all parameters given to those that the inner optimizer updates on this rank."""
         self._drop_foreign(local_parameters)
-        if self._ownership is not None:
-            optimizer_state.drop_parameters(self.optimizer, self._ownership.owns)
+        ownership = self._ownership
+        if ownership is not None:
+            optimizer_state.drop_parameters(self.optimizer, lambda param: ownership.owns(self._masters.half_of(param)))
+        self._is_local = True
+        if self.loss_scaler is not None:
+            self._masters.install(self.optimizer)
+            for half, master in self._masters.pairs():
+                if id(half) in self._loaded:
+                    self._masters.set(master, self._loaded[id(half)])
+            self._loaded = {}
 
     def _drop_foreign(self, local_parameters: Iterable[Tensor]) -> None:
         local = {id(param) for param in local_parameters}
@@ -254,7 +207,9 @@ class DistributedOptimizer(Optimizer):
 
         `gather_if_shard` has no effect on state that is not sharded over replicas.
         """
-        return optimizer_state.partial_state_dict(self.optimizer, self._names())
+        with self._masters.as_state(self.optimizer):
+            whole = optimizer_state.partial_state_dict(self.optimizer, self._names())
+        return self._with_precision(whole)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole optimizer's state, on every rank, in host memory; collective over the mp group.
@@ -269,9 +224,10 @@ class DistributedOptimizer(Optimizer):
                 "was loaded"
             )
         layout = self._whole_layout()
-        state = optimizer_state.gather(rt, self.optimizer, self._names(), layout)
+        with self._masters.as_state(self.optimizer):
+            state = optimizer_state.gather(rt, self.optimizer, self._names(), layout)
         groups = optimizer_state.full_groups(self.optimizer, layout)
-        return {"state": state, "param_groups": groups, optimizer_state.NAMES_KEY: layout}
+        return self._with_precision({"state": state, "param_groups": groups, optimizer_state.NAMES_KEY: layout})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a full state dict or this rank's partial one; collective over all ranks.
@@ -292,6 +248,7 @@ class DistributedOptimizer(Optimizer):
 
     def _load(self, state_dict: Mapping[str, Any]) -> None:
         rt, names = runtime.get(), self._names()
+        state_dict = optimizer_state.masters_into_state(state_dict)
         if optimizer_state.is_partial(rt, state_dict):
             local = optimizer_state.agree(
                 rt, lambda: optimizer_state.split_partial(rt, self.optimizer, names, state_dict)
@@ -302,16 +259,68 @@ class DistributedOptimizer(Optimizer):
                 rt, lambda: optimizer_state.split_full(self.optimizer, names, layout, state_dict)
             )
         self.optimizer.load_state_dict(local)
+        self._masters.from_state(self.optimizer)
+        self.load_scaler_state(state_dict.get(SCALER_KEY, {}))
+
+    def _with_precision(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """What half precision adds to a state dict: masters, which have come as state, by name; and the loss scale."""
+        if self.loss_scaler is None:
+            return state_dict
+        masters = optimizer_state.take_out_masters(state_dict)
+        return {**state_dict, MASTERS_KEY: masters, SCALER_KEY: self.scaler_state()}
+
+    # ---- masters by name
+
+    def masters_by_name(self) -> dict[str, Tensor]:
+        """The fp32 masters that this rank updates, live, by the names of their parameters; none in full precision."""
+        names = self._names()
+        return {names[id(master)]: master.detach() for master in self._masters.masters}
+
+    def load_masters(self, values: Mapping[str, Tensor]) -> None:
+        """Gives masters the fp32 values of those names, and parameters the rounded ones. Before partition they are kept
+        and applied then. Names of parameters without a master on this rank are passed over.
+
+        Raises:
+            CheckpointError: a value of another shape.
+        """
+        model = runtime.get().model
+        if model is None or not model.partitioned:
+            self._pending_masters = dict(values)
+        else:
+            self._set_masters(values)
+
+    def _set_masters(self, values: Mapping[str, Tensor]) -> None:
+        names = self._names()
+        known = {names[id(master)]: master for master in self._masters.masters}
+        for name in known.keys() & values.keys():
+            if known[name].shape != values[name].shape:
+                raise CheckpointError(
+                    f"the fp32 master of {name} has shape {list(values[name].shape)}, the parameter's part on this "
+                    f"rank has {list(known[name].shape)}"
+                )
+        for name in known.keys() & values.keys():
+            self._masters.set(known[name], values[name])
+
+    def on_loaded(self, param: Tensor, value: Tensor) -> None:
+        """The model has loaded `value` into a parameter: its master takes it before it is rounded."""
+        if self.loss_scaler is None or value.dtype not in (torch.float32, torch.float64) or param.dtype not in HALF:
+            return
+        master = self._masters.master_of(param)
+        if master is not None:
+            self._masters.set(master, value)
+        elif not self._is_local:
+            self._loaded[id(param)] = value
 
     def _names(self) -> dict[int, str]:
         """id of each parameter given -> its name in the user's module; those from elsewhere get one by position."""
         model = runtime.get().model
         known = {id(param): name for name, param in model.module.named_parameters()} if model is not None else {}
-        return {
+        names = {
             id(param): known.get(id(param), f"<parameter {position} of group {number}>")
             for number, group in enumerate(self._given)
             for position, param in enumerate(group)
         }
+        return names | {id(master): names[id(half)] for half, master in self._masters.pairs()}
 
     def _whole_layout(self) -> Layout:
         """The layout of the whole model's optimizer; collective over the mp group at its first use."""

@@ -62,9 +62,9 @@ class State:
         current = runtime.get()
         if current.model is None or current.optimizer is None:
             raise UsageError("make a DistributedModel and a DistributedOptimizer before asking for parameter numbers")
-        names = {id(parameter): name for name, parameter in current.model.module.named_parameters()}
+        names = current.optimizer._names()
         parameters = (p for group in current.optimizer.param_groups for p in group["params"])
-        numbered = {number: names[id(p)] for number, p in enumerate(parameters) if id(p) in names}
+        numbered = {number: names[id(p)] for number, p in enumerate(parameters)}
         return [dict(numbered) for _ in range(current.tp_size)]
 
     @property

@@ -133,7 +133,7 @@ def test_all_problems_are_reported_at_once() -> None:
     )  # fmt: skip
     starts = [
         "tensor_paralell_degree:", "pipelin:", "microbatches:", "pipeline_parallel_degree:", "tensor_parallel_degree:",
-        "fp16 and bf16:", "fp16:", "bf16:", "horovod:", "auto_partition:",
+        "fp16 and bf16:", "horovod:", "auto_partition:",
     ]  # fmt: skip
     for start in starts:
         assert sum(problem.startswith(start) for problem in problems) == 1, start
@@ -147,6 +147,8 @@ def test_all_problems_are_reported_at_once() -> None:
         ({"auto_partition": False}, "auto_partition: got False, which needs default_partition"),
         ({"default_partition": 2, "partitions": 2}, "default_partition: got 2; with pipeline_parallel_degree 2"),
         ({"load_partition": True}, "load_partition: got True, which needs partition_file"),
+        ({"fp16": True, "bf16": True}, "fp16 and bf16: both"),
+        ({"fp16_params": True}, "fp16_params: got True, which needs fp16"),
         (
             {"virtual_stages": 2, "auto_partition": False, "default_partition": 0},
             "virtual_stages: got 2, which needs auto_partition to be True",
@@ -161,8 +163,6 @@ def test_combinations_that_cannot_work_are_refused(config: dict[str, Any], start
 @pytest.mark.parametrize(
     ("config", "start"),
     [
-        ({"fp16": True, "bf16": True}, "fp16 and bf16: both"),
-        ({"fp16_params": True}, "fp16_params: got True, which needs fp16"),
         ({"sharded_data_parallel_degree": 2, "partitions": 2}, "sharded_data_parallel_degree: got 2, which does not"),
         ({"sharded_data_parallel_degree": 2, "shard_optimizer_state": True}, "sharded_data_parallel_degree: got 2, w"),
     ],
@@ -175,9 +175,7 @@ def test_combinations_of_coming_features_are_checked_too(config: dict[str, Any],
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("fp16", True), ("bf16", True), ("sharded_data_parallel_degree", 2),
-
-        ("_fp32_grad_accumulation", True), ("_match_weights", True), ("sdp_reduce_bucket_size", 1e6),
+        ("sharded_data_parallel_degree", 2), ("_match_weights", True), ("sdp_reduce_bucket_size", 1e6),
         ("sdp_param_persistence_threshold", 1.0), ("sdp_max_live_parameters", 1e6),
         ("sdp_hierarchical_allgather", False), ("sdp_gradient_clipping", 0.5),
     ],

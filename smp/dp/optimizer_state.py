@@ -28,13 +28,15 @@ from smp.topology import CommGroup
 
 PARTIAL_KEY = "_smp_is_partial"
 NAMES_KEY = "_smp_param_names"
+MASTERS_KEY = "_smp_fp32_masters"
+MASTER_KEY = "fp32_master"  # of a parameter's state, while its master is gathered, cut and moved with it
 
 Layout = list[list[str]]
 Entries = dict[str, dict[str, Any]]
 
 
 # State of torch's optimizers that has the shape of its parameter.
-_LIKE_THE_PARAMETER = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg")
+_LIKE_THE_PARAMETER = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", MASTER_KEY)
 
 
 def merge_layouts(layouts: Sequence[Layout], module_order: Sequence[str]) -> Layout:
@@ -200,6 +202,41 @@ def partial_state_dict(optimizer: Optimizer, names: Mapping[int, str]) -> dict[s
     state_dict[NAMES_KEY] = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
     state_dict[PARTIAL_KEY] = True
     return state_dict
+
+
+def take_out_masters(state_dict: dict[str, Any]) -> dict[str, Tensor]:
+    """Masters by name from a state dict in which they are state, which is taken out of it."""
+    names = _positions(state_dict)
+    masters, state = {}, {}
+    for position, entry in state_dict["state"].items():
+        if MASTER_KEY in entry:
+            masters[names[position]] = entry[MASTER_KEY]
+        rest = {key: value for key, value in entry.items() if key != MASTER_KEY}
+        if rest:
+            state[position] = rest
+    state_dict["state"] = state
+    return masters
+
+
+def masters_into_state(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The opposite: a state dict in which its masters are state."""
+    masters = state_dict.get(MASTERS_KEY)
+    if not masters:
+        return state_dict
+    state = dict(state_dict["state"])
+    for position, name in _positions(state_dict).items():
+        if name in masters:
+            state[position] = {**state.get(position, {}), MASTER_KEY: masters[name]}
+    return {**state_dict, "state": state}
+
+
+def _positions(state_dict: Mapping[str, Any]) -> dict[int, str]:
+    """Position in a state dict of ours -> name."""
+    return {
+        position: name
+        for group, names in zip(state_dict["param_groups"], state_dict[NAMES_KEY])
+        for position, name in zip(group["params"], names)
+    }
 
 
 def is_partial(rt: Runtime, state_dict: Mapping[str, Any]) -> bool:
