@@ -120,6 +120,7 @@ class DistributedOptimizer(FP16_Optimizer):
         result = super()._update(closure)
         if self._ownership is not None:
             self._ownership.gather(self._shared())
+            self._masters.note_versions()
         return result
 
     @property

@@ -81,14 +81,14 @@ class Masters:
         """All masters take the parameters' values, whatever they hold."""
         for half, master in self.pairs():
             master.copy_(half)
-        self._note_versions()
+        self.note_versions()
 
     @torch.no_grad()
     def write(self) -> None:
         """The parameters become the rounded masters."""
         if self.masters:
             torch._foreach_copy_([*self.halves], [*self.masters])
-        self._note_versions()
+        self.note_versions()
 
     @torch.no_grad()
     def set(self, master: Tensor, value: Tensor) -> None:
@@ -99,7 +99,8 @@ class Masters:
         half.copy_(master)
         self._versions[place] = half._version
 
-    def _note_versions(self) -> None:
+    def note_versions(self) -> None:
+        """What the parameters hold now is known to be the rounded masters."""
         self._versions = [half._version for half in self.halves]
 
     @torch.no_grad()

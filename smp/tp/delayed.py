@@ -196,7 +196,7 @@ def materialize(
         torch.set_rng_state(state)
     for key in delayed:
         param = params[key]
-        replace_content(param, values.pop(key) if key in values else hollow(param, device))
+        replace_content(param, values.pop(key).to(param.dtype) if key in values else hollow(param, device))
         delattr(param, _ATTRIBUTE)
         param.__dict__.pop(_SOURCES, None)
     module.__dict__.pop(_ORIGINALS, None)
@@ -330,8 +330,11 @@ class _Shield:
 
 
 def _whole(param: Tensor, device: str) -> Tensor:
+    """Room for the whole tensor; in float32 for half precision, whose initial values are rounded ones: not every
+    initialisation works in half precision, and none should depend on it."""
     spec = spec_of(param)
-    return torch.empty(spec.global_shape if spec else param.shape, dtype=param.dtype, device=device)
+    dtype = torch.promote_types(param.dtype, torch.float32) if param.is_floating_point() else param.dtype
+    return torch.empty(spec.global_shape if spec else param.shape, dtype=dtype, device=device)
 
 
 @torch.no_grad()

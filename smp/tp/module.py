@@ -83,14 +83,15 @@ class DistributedModule(nn.Module):
                 spec = ShardSpec(tuple(shape), dim, group.rank, group.size, tuple(sections), padded)
             except ValueError as error:
                 raise PartitionError(f"parameter {name} of {type(self).__name__}: {error}") from error
+        dtype = _dtype_of_new()
         if delayed.delaying():
-            local = torch.empty(spec.local_shape if spec else tuple(shape), device="meta")
+            local = torch.empty(spec.local_shape if spec else tuple(shape), dtype=dtype, device="meta")
         else:
             with torch.no_grad():
-                whole = torch.empty(tuple(shape))
+                whole = torch.empty(tuple(shape), dtype=torch.promote_types(dtype, torch.float32))
                 initialise(whole)
                 whole = collectives.broadcast(whole, group, 0)
-                local = spec.split(whole) if spec else whole
+                local = (spec.split(whole) if spec else whole).to(dtype)
         param = nn.Parameter(local, requires_grad=requires_grad)
         if delayed.delaying():
             delayed.mark_delayed(param)
@@ -159,6 +160,14 @@ def cut_parameter(param: nn.Parameter, spec: ShardSpec, group: Group) -> None:
     """
     _cut(param, spec, group)
     _describe(param, spec)
+
+
+def _dtype_of_new() -> torch.dtype:
+    """Of parameters that distributed modules create: torch's default, with `fp16_params` half precision."""
+    config = runtime.get().config
+    if config.fp16_params:
+        return torch.bfloat16 if config.bf16 else torch.float16
+    return torch.get_default_dtype()
 
 
 def _describe(param: nn.Parameter, spec: ShardSpec | None) -> None:
