@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from smp import runtime
-from smp.dp.ownership import Ownership
-from smp.dp.tied import is_copy
+from smp.dp.ownership import counts, ownership_of
 from smp.errors import UsageError
 from smp.groups import Group
 from smp.runtime import Runtime
@@ -84,7 +83,7 @@ def global_norm(
     norm_type = float(norm_type)
     module = getattr(rt.model, "module", None)
     in_double = module is not None and any(p.dtype in (torch.float64, torch.complex128) for p in module.parameters())
-    entries = [(param, grad) for param, grad in entries if not is_copy(param) and _counts(rt, param)]
+    entries = [(param, grad) for param, grad in entries if counts(rt, param)]
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}: a positive number or inf is needed")
     whole = [grad for param, grad in entries if _shard(param) is None]
@@ -111,22 +110,9 @@ def global_norm(
     return total if in_double else total.float()
 
 
-def _counts(rt: Runtime, param: Tensor) -> bool:
-    """Whether this rank is the one that counts the parameter, or its part of it."""
-    ownership = _ownership(rt)
-    if ownership is not None and not ownership.owns(param):
-        return False
-    has_one_owner = ownership is not None and not getattr(param, "_smp_scaled_batch", False)
-    return _shard(param) is not None or has_one_owner or rt.tp_rank == 0
-
-
-def _ownership(rt: Runtime) -> Ownership | None:
-    return getattr(rt.model, "ownership", None)
-
-
 def _norm_group(rt: Runtime) -> Group:
     """The ranks that hold the gradients of one replica."""
-    return rt.group(CommGroup.MP_GROUP if _ownership(rt) is None else CommGroup.WORLD)
+    return rt.group(CommGroup.MP_GROUP if ownership_of(rt) is None else CommGroup.WORLD)
 
 
 def flush(rt: Runtime) -> None:

@@ -24,6 +24,14 @@ _STATE_DICT_ADVICE = (
     "Call optimizer.state_dict() on all ranks, or under `if smp.rdp_rank() == 0` (without tensor parallelism also "
     "`if smp.dp_rank() == 0`)."
 )
+_SHARDED_ADVICE = (
+    "With shard_optimizer_state every rank has a part of the state: call optimizer.state_dict() on all ranks, under no "
+    "condition."
+)
+_LOCAL_STATE_ADVICE = (
+    "With shard_optimizer_state every rank of the stage has a part of it: call optimizer.local_state_dict() on all "
+    "ranks, under no condition, or local_state_dict(gather_if_shard=False) for the part that a rank owns."
+)
 _LOAD_ADVICE = "Call optimizer.load_state_dict() on all ranks, under no condition."
 
 
@@ -204,21 +212,33 @@ class DistributedOptimizer(FP16_Optimizer):
         return self.optimizer.state_dict()
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
-        """This rank's part; `_smp_is_partial` is True in it. Not collective.
+        """This rank's part; `_smp_is_partial` is True in it. Not collective, unless state is sharded and gathered.
 
-        `gather_if_shard` has no effect on state that is not sharded over replicas.
+        `gather_if_shard`: with sharded optimizer state the part is the whole stage's, as it would be without sharding,
+        and all ranks of the stage make the call; False: only what this rank owns. No effect where nothing is sharded.
         """
+        rt, names = runtime.get(), self._names()
+        gathers = gather_if_shard and self._ownership is not None
+        if gathers:
+            group = rt.group(CommGroup.DP_GROUP)
+            enter_collective(rt, "optimizer.local_state_dict()", group, _LOCAL_STATE_ADVICE)
         with self._masters.as_state(self.optimizer):
-            whole = optimizer_state.partial_state_dict(self.optimizer, self._names())
-        return self._with_precision(whole)
+            if gathers:
+                part = optimizer_state.gather_stage(rt, self.optimizer, names, self._of_stage())
+            else:
+                part = optimizer_state.partial_state_dict(self.optimizer, names)
+        return self._with_precision(part)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The whole optimizer's state, on every rank, in host memory; collective over the mp group.
+    def state_dict(self, gather_to_rank0: bool = False) -> dict[str, Any]:
+        """The whole optimizer's state, on every rank, in host memory; with `gather_to_rank0` ranks other than 0 get {}.
 
-        Positions are those of the optimizer that one process would have, which can load it.
+        Collective over the mp group; with sharded optimizer state, over all ranks. Positions are those of the optimizer
+        that one process would have, which can load it.
         """
         rt = runtime.get()
-        enter_collective(rt, "optimizer.state_dict()", rt.group(CommGroup.MP_GROUP), _STATE_DICT_ADVICE)
+        sharded = self._ownership is not None
+        group = rt.group(CommGroup.WORLD if sharded else CommGroup.MP_GROUP)
+        enter_collective(rt, "optimizer.state_dict()", group, _SHARDED_ADVICE if sharded else _STATE_DICT_ADVICE)
         if self._pending_state is not None:
             raise UsageError(
                 "optimizer.state_dict() was called between load_state_dict() and the first step, which applies what "
@@ -226,7 +246,9 @@ class DistributedOptimizer(FP16_Optimizer):
             )
         layout = self._whole_layout()
         with self._masters.as_state(self.optimizer):
-            state = optimizer_state.gather(rt, self.optimizer, self._names(), layout)
+            state = optimizer_state.gather(rt, self.optimizer, self._names(), layout, gather_to_rank0)
+        if gather_to_rank0 and rt.rank != 0:
+            return {}
         groups = optimizer_state.full_groups(self.optimizer, layout)
         return self._with_precision({"state": state, "param_groups": groups, optimizer_state.NAMES_KEY: layout})
 
@@ -311,6 +333,22 @@ class DistributedOptimizer(FP16_Optimizer):
             self._masters.set(master, value)
         elif not self._is_local:
             self._loaded[id(param)] = value
+
+    def _of_stage(self) -> list[list[Parameter]]:
+        """By group, the parameters that live on this rank's stage, whoever updates them; before partition all given."""
+        model = runtime.get().model
+        if model is None or not model.partitioned:
+            return self._given
+        elsewhere = {id(p) for p in model.module.parameters()} - {id(p) for p in model.local_parameters()}
+        return [[param for param in group if id(param) not in elsewhere] for group in self._given]
+
+    def stage_layout(self) -> Layout:
+        """By group, the names of the parameters that live on this rank's stage; before partition of all given.
+
+        Their order is that of the positions in `local_state_dict()`.
+        """
+        names = self._names()
+        return [[names[id(param)] for param in group] for group in self._of_stage()]
 
     def _names(self) -> dict[int, str]:
         """id of each parameter given -> its name in the user's module; those from elsewhere get one by position."""

@@ -53,8 +53,8 @@ class State:
 
     @property
     def param_index_to_name_tp_group(self) -> list[dict[int, str]]:
-        """By tp_rank: parameter names by their number in the optimizer's state dict. The ranks of a tensor-parallel
-        group run one program on modules of one structure, so all entries are alike.
+        """By tp_rank: parameter names by their number in the optimizer's `local_state_dict()`. The ranks of a
+        tensor-parallel group run one program on modules of one structure, so all entries are alike.
 
         Raises:
             UsageError: there is no DistributedModel with a DistributedOptimizer yet.
@@ -62,10 +62,8 @@ class State:
         current = runtime.get()
         if current.model is None or current.optimizer is None:
             raise UsageError("make a DistributedModel and a DistributedOptimizer before asking for parameter numbers")
-        names = current.optimizer._names()
-        parameters = (p for group in current.optimizer.param_groups for p in group["params"])
-        numbered = {number: names[id(p)] for number, p in enumerate(parameters)}
-        return [dict(numbered) for _ in range(current.tp_size)]
+        names = (name for group in current.optimizer.stage_layout() for name in group)
+        return [dict(enumerate(names))] * current.tp_size
 
     @property
     def param_name_to_index_tp_group(self) -> list[dict[str, int]]:

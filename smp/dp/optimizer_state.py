@@ -5,6 +5,7 @@ between everything goes by the parameter's name in the user's module:
 
     this rank's optimizer      {0: {exp_avg}, 1: ..}                    positions on this rank
         <-> entries            {"layers.3.weight": {exp_avg}}           this rank's parts
+        <-> entries of a stage {"layers.3.weight": .., 4.weight ..}     with sharded state: gathered from the owners
         <-> whole entries      {"layers.0.weight": ..., all of them}    merged over tp, gathered over stages
         <-> full state dict    {0: .., 57: ..}                          positions in the whole model's optimizer
 
@@ -12,6 +13,7 @@ A **layout** is the names of a whole optimizer's parameters, group by group, in 
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,15 +22,18 @@ from torch.optim import Optimizer
 
 from smp import runtime
 from smp.comm.entry import raise_alike
-from smp.dp.tied import is_copy
+from smp.dp.ownership import counts, ownership_of
+from smp.dp.state_exchange import Key, exchange
 from smp.errors import CheckpointError, UsageError
 from smp.pp.stages import StageMap
 from smp.runtime import Runtime
 from smp.topology import CommGroup
+from smp.tp.shard import ShardSpec, spec_of
 
 PARTIAL_KEY = "_smp_is_partial"
 NAMES_KEY = "_smp_param_names"
 MASTERS_KEY = "_smp_fp32_masters"
+_CUT = "_smp_cut"  # beside a parameter's state on its way: its ShardSpec and the shape of its part
 MASTER_KEY = "fp32_master"  # of a parameter's state, while its master is gathered, cut and moved with it
 
 Layout = list[list[str]]
@@ -68,48 +73,82 @@ def full_groups(optimizer: Optimizer, layout: Layout) -> list[dict[str, Any]]:
     return groups
 
 
-def gather(rt: Runtime, optimizer: Optimizer, names: Mapping[int, str], layout: Layout) -> dict[int, dict[str, Any]]:
-    """The whole state by full position, in host memory, on every rank of the mp group, which all call this.
+def gather(
+    rt: Runtime, optimizer: Optimizer, names: Mapping[int, str], layout: Layout, to_rank0: bool = False
+) -> dict[int, dict[str, Any]]:
+    """The whole state by full position, in host memory, on every rank of the group, which all call this: the mp group,
+    or with sharded state the world. With `to_rank0` on rank 0 only.
 
-    `names`: id of a parameter on this rank -> its name. Goes parameter by parameter, so that nobody holds more than
-    the result and one parameter's state.
+    `names`: id of a parameter on this rank -> its name. Nobody holds more than the result and one parameter's state.
     """
-    group = rt.group(CommGroup.MP_GROUP)
-    local = {names[id(param)]: param for entry in optimizer.param_groups for param in entry["params"]}
+    group = rt.group(CommGroup.MP_GROUP if ownership_of(rt) is None else CommGroup.WORLD)
+    offers: dict[Key, dict[str, Any]] = {}
+    for param in _parameters(optimizer):
+        if (state := optimizer.state.get(param)) and counts(rt, param):
+            spec = spec_of(param)
+            offers[names[id(param)], None if spec is None else rt.tp_rank] = {**state, _CUT: (spec, tuple(param.shape))}
+    position = {name: number for number, name in enumerate(name for group_names in layout for name in group_names)}
     whole: dict[int, dict[str, Any]] = {}
     error: Exception | None = None
-    for position, name in enumerate(name for names_of_group in layout for name in names_of_group):
-        param = local.get(name)
-        state = optimizer.state.get(param) if param is not None else None
-        mine = None
-        if param is not None and state and not is_copy(param):
-            mine = (rt.tp_rank, getattr(param, "_smp_shard", None), tuple(param.shape), state)
-        parts = rt.transport.all_gather_object(mine, group) if group.size > 1 else [mine]
-        held = sorted((part for part in parts if part is not None), key=lambda part: part[0])
-        if held:
-            try:
-                whole[position] = _merge(name, held)
-            except CheckpointError as problem:
-                error = error or problem
+    arriving = exchange(rt, group, offers, [] if to_rank0 and rt.rank != 0 else None)
+    for name, parts in itertools.groupby(arriving, lambda item: item[0][0]):
+        try:
+            whole[position[name]] = _merge(name, [part for _, part in parts])
+        except CheckpointError as problem:
+            error = error or problem
     raise_alike(rt, group, error)
-    return whole
+    return dict(sorted(whole.items()))
 
 
-def _merge(name: str, parts: Sequence[tuple[int, Any, tuple[int, ...], dict[str, Any]]]) -> dict[str, Any]:
-    """One parameter's whole state from (tp rank, ShardSpec or None, local shape, state), ascending by rank."""
-    _, spec, _, first = parts[0]
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _merge(name: str, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One parameter's whole state from its parts, in any order."""
+    spec: ShardSpec | None = parts[0][_CUT][0]
+    by_part = {part[_CUT][0].part: part for part in parts} if spec is not None else {}
     merged = {}
-    for key, value in first.items():
+    for key, value in parts[0].items():
+        if key == _CUT:
+            continue
         if spec is not None and isinstance(value, Tensor) and value.dim() > 0:
-            wrong = [tuple(state[key].shape) for _, _, shape, state in parts if tuple(state[key].shape) != shape]
+            wrong = [tuple(part[key].shape) for part in parts if tuple(part[key].shape) != part[_CUT][1]]
             if wrong:
                 raise CheckpointError(
                     f"optimizer state {key!r} of the distributed parameter {name} has shape {list(wrong[0])}, which is "
                     "not the parameter's: how to merge it is not known. Use smp.save(partial=True)"
                 )
-            value = spec.merge([state[key] for _, _, _, state in parts[: spec.num_parts]])
+            value = spec.merge([by_part[part][key] for part in range(spec.num_parts)])
         merged[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
     return merged
+
+
+def gather_stage(
+    rt: Runtime, optimizer: Optimizer, names: Mapping[int, str], groups: Sequence[Sequence[Tensor]]
+) -> dict[str, Any]:
+    """The partial state dict that this rank would have without sharding; collective over the stage's ranks (dp).
+
+    `groups`: the parameters of the optimizer's groups that live on this stage. State of other owners comes in host
+    memory.
+    """
+    key_of = {names[id(p)]: _key(rt, names[id(p)], p) for params in groups for p in params}
+    offers = {}
+    for param in _parameters(optimizer):
+        if state := optimizer.state.get(param):
+            offers[key_of[names[id(param)]]] = state
+    entries = {
+        key[0]: state for key, state in exchange(rt, rt.group(CommGroup.DP_GROUP), offers, list(key_of.values()))
+    }
+    layout = [[names[id(param)] for param in params] for params in groups]
+    order = enumerate(name for group_names in layout for name in group_names)
+    state = {position: entries[name] for position, name in order if name in entries}
+    return {"state": state, "param_groups": full_groups(optimizer, layout), NAMES_KEY: layout, PARTIAL_KEY: True}
+
+
+def _key(rt: Runtime, name: str, param: Tensor) -> Key:
+    """Which state it is: tensor-parallel ranks have states of their own for parameters of distributed modules."""
+    return name, rt.tp_rank if getattr(param, "_smp_scaled_batch", False) else None
 
 
 def take_local(
@@ -240,39 +279,40 @@ def _positions(state_dict: Mapping[str, Any]) -> dict[int, str]:
 
 
 def is_partial(rt: Runtime, state_dict: Mapping[str, Any]) -> bool:
-    """Whether a state dict is a partial one, the same on all ranks of the mp group, which all call this.
+    """Whether a state dict is a partial one, the same on all ranks, which all call this.
 
     Raises:
         CheckpointError: some have a partial one and some a full one; on all ranks.
     """
-    group = rt.group(CommGroup.MP_GROUP)
+    group = rt.group(CommGroup.WORLD)
     mine = bool(state_dict.get(PARTIAL_KEY, False))
     partial = rt.transport.all_gather_object(mine, group) if group.size > 1 else [mine]
     if any(partial) and not all(partial):
         ranks = [rank for rank, flag in zip(group.ranks, partial) if flag]
-        raise CheckpointError(f"the ranks {ranks} load a partial optimizer state, the others of the replica a full one")
+        raise CheckpointError(f"the ranks {ranks} load a partial optimizer state, the others a full one")
     return mine
 
 
 def split_partial(
     rt: Runtime, optimizer: Optimizer, names: Mapping[int, str], state_dict: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What this rank needs of the partial state dicts that the ranks of its pp group hold; the mp group calls this.
+    """What this rank needs of the partial state dicts that all ranks hold; all call this.
 
-    Parameters may have been on another stage when they were saved: their state comes from there.
+    Parameters may have been on another stage when they were saved, or with another owner: their state comes from there.
 
     Raises:
         CheckpointError: no rank has a parameter that this one needs, or its part has another shape; on all ranks.
     """
-    group = rt.group(CommGroup.PP_GROUP)
     known = agree(rt, lambda: _by_name(optimizer, names, state_dict))
-    needed = {names[id(param)]: param for entry in optimizer.param_groups for param in entry["params"]}
-    if group.size > 1:
-        missing = rt.transport.all_gather_object([name for name in needed if name not in known], group)
-        asked = {name for names_of_rank in missing for name in names_of_rank}
-        strays = {name: state for name, state in known.items() if name in asked}
-        for others in rt.transport.all_gather_object(strays, group):
-            known |= {name: state for name, state in others.items() if name in needed}
+    needed = {names[id(param)]: param for param in _parameters(optimizer)}
+    of_model = dict(rt.model.module.named_parameters())
+
+    def key(name: str) -> Key:
+        return _key(rt, name, of_model[name]) if name in of_model else (name, rt.tp_rank)
+
+    offers = {key(name): state for name, state in known.items()}
+    missing = [key(name) for name in needed if name not in known]
+    known |= {name: state for (name, _), state in exchange(rt, rt.group(CommGroup.WORLD), offers, missing)}
 
     def checked() -> dict[str, Any]:
         if missing := [name for name in needed if name not in known]:
@@ -321,7 +361,7 @@ def _names_by_position(optimizer: Optimizer, names: Mapping[int, str], state_dic
 
 
 def agree(rt: Runtime, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `make` gives; when it raises a CheckpointError on one rank of the mp group, all of them raise it."""
+    """What `make` gives; when it raises a CheckpointError on one rank, all ranks raise it."""
     result: dict[str, Any] = {}
     error: Exception | None = None
     try:
@@ -329,7 +369,7 @@ def agree(rt: Runtime, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     except (CheckpointError, KeyError, TypeError) as problem:
         is_ours = isinstance(problem, CheckpointError)
         error = problem if is_ours else CheckpointError(f"not an optimizer's state dict: {problem!r}")
-    raise_alike(rt, rt.group(CommGroup.MP_GROUP), error)
+    raise_alike(rt, rt.group(CommGroup.WORLD), error)
     return result
 
 

@@ -26,9 +26,11 @@ from torch.nn import Parameter
 
 from smp.dp.buckets import Item, assign
 from smp.dp.reduction import MAX_IN_FLIGHT, real, wait
+from smp.dp.tied import is_copy
 from smp.groups import Group
 from smp.runtime import Runtime
 from smp.topology import CommGroup
+from smp.tp.shard import spec_of
 
 _CAP = 25 * 2**20  # bytes of one message
 
@@ -134,6 +136,24 @@ class Ownership:
             if bucket.numel
             for key in [id(parameters[bucket.members[0]])]
         ]
+
+
+def ownership_of(rt: Runtime) -> Ownership | None:
+    """With sharded optimizer state, once the model is partitioned: who owns what. Else None."""
+    return getattr(rt.model, "ownership", None)
+
+
+def counts(rt: Runtime, param: Tensor) -> bool:
+    """Whether a logical parameter counts here, in norms and in the whole optimizer state; it does on one rank of a
+    replica, of a distributed one each part on one rank. With sharded optimizer state it does at its owner.
+
+    `param`: a parameter of this rank's stage, or a master of one.
+    """
+    ownership = ownership_of(rt)
+    if is_copy(param) or (ownership is not None and not ownership.owns(param)):
+        return False
+    is_on_each_tp_rank = ownership is None or bool(getattr(param, "_smp_scaled_batch", False))
+    return spec_of(param) is not None or not is_on_each_tp_rank or rt.tp_rank == 0
 
 
 class _Message:
