@@ -52,6 +52,8 @@ class DistributedOptimizer(FP16_Optimizer):
     """
 
     _is_accelerate_prepared = True  # accelerate does not wrap it once more
+    # torch's GradScaler, which would let each rank decide for itself, then hands its scale to `step`, which refuses it.
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -115,10 +117,15 @@ class DistributedOptimizer(FP16_Optimizer):
 
         Raises:
             UsageError: at the first step, on every rank: stages that hold a tied weight would update it differently; or
-                a closure that cannot work.
+                a closure that cannot work; or torch's own GradScaler calls.
             StepError: on every rank: step after step is skipped, and the scale cannot fall any more.
         """
         rt = runtime.get()
+        if "grad_scale" in self.__dict__:
+            raise UsageError(
+                "torch's GradScaler would skip steps on some ranks and not on others; use smp.amp.GradScaler, which has "
+                "the same interface"
+            )
         if not self._ties_checked and rt.model is not None and rt.model.partitioned:
             self._ties_checked = True
             optimizer_state.check_tied_options(rt, self.optimizer, self._given)

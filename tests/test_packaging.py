@@ -48,9 +48,9 @@ def test_submodules_that_clients_import_by_path_exist(name: str) -> None:
 
 
 def test_names_still_to_come_say_so() -> None:
-    """`smp.amp.GradScaler` must not look like a typo."""
-    with pytest.raises(AttributeError, match=r"smp\.amp\.GradScaler is still to come, with half precision"):
-        _ = importlib.import_module("smp.amp").GradScaler
+    """`smp.fsdp.FullyShardedDataParallel` must not look like a typo."""
+    with pytest.raises(AttributeError, match=r"FullyShardedDataParallel is still to come, with sharded data parallel"):
+        _ = importlib.import_module("smp.fsdp").FullyShardedDataParallel
 
 
 def test_alias_works_before_smp_was_imported() -> None:
