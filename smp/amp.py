@@ -66,7 +66,7 @@ class GradScaler(torch.amp.GradScaler):
         return super().scale(outputs)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Updates the parameters with unscaled gradients, or skips that on every rank; what `optimizer.step` returns."""
+        """Updates parameters with unscaled gradients, or skips that on all ranks; what `optimizer.step` returns."""
         if isinstance(optimizer, DistributedOptimizer):
             optimizer._step_supports_amp_scaling = False  # gradients are unscaled here, also for fused optimizers
         return super().step(optimizer, *args, **kwargs)

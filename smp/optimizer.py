@@ -123,8 +123,8 @@ class DistributedOptimizer(FP16_Optimizer):
         rt = runtime.get()
         if "grad_scale" in self.__dict__:
             raise UsageError(
-                "torch's GradScaler would skip steps on some ranks and not on others; use smp.amp.GradScaler, which has "
-                "the same interface"
+                "torch's GradScaler would skip steps on some ranks and not on others; use smp.amp.GradScaler, which "
+                "has the same interface"
             )
         if not self._ties_checked and rt.model is not None and rt.model.partitioned:
             self._ties_checked = True

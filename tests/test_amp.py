@@ -149,3 +149,12 @@ def test_a_scaler_that_would_let_ranks_drift_apart_is_refused() -> None:
         scaler.scale(model(torch.ones(1, 2)).sum()).backward()
         with pytest.raises(UsageError, match=r"use smp\.amp\.GradScaler"):
             scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("key", ["fp16", "bf16"])
+@on_ranks(1, config=lambda case: {case["key"]: True})
+def test_beside_half_precision_parameters_it_is_refused(key: str) -> None:
+    """Their masters get no gradients until `step`: a failure means that gradients are never unscaled."""
+    with pytest.raises(UsageError, match=f"'{key}': True parameters are in half precision"):
+        smp.amp.GradScaler()
+    assert not smp.amp.GradScaler(enabled=not smp.state.cfg.fp16 and not smp.state.cfg.bf16).is_enabled()
