@@ -41,7 +41,8 @@ def transport_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def gradient_dtype(param: Tensor) -> torch.dtype:
     """The type of `param.grad`: the parameter's own unless gradients are accumulated in a wider one."""
-    return getattr(param, "grad_dtype", None) or param.dtype
+    with torch._C.DisableTorchFunction():  # in glue code a parameter is a placed value, whose attributes may travel
+        return getattr(param, "grad_dtype", None) or param.dtype
 
 
 def wait(work: dist.Work, call: str, group: Group) -> None:
