@@ -38,6 +38,8 @@ _EXPORTS: dict[str, str] = {
     "delay_param_initialization": "smp.tp.delayed",
     **dict.fromkeys(["tp_register", "tp_register_with_module", "register_parameter"], "smp.tp.registry"),
     **dict.fromkeys(["save", "load"], "smp.checkpoint.partial"),
+    **dict.fromkeys(["save_checkpoint", "resume_from_checkpoint"], "smp.checkpoint.manager"),
+    "wait_for_checkpoint": "smp.checkpoint.background",
     "set_activation_checkpointing": "smp.activation",
     "step": "smp.pp.step",
     "StepOutput": "smp.pp.microbatch",

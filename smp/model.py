@@ -117,6 +117,7 @@ class DistributedModel(ModelViews):
         self.check_batch = BatchCheck(rt)
         self._state = State.CREATED
         self._pending_state: Any = None  # what load_state_dict was given before partition
+        self._at_partition: Callable[[], None] | None = None  # loads the checkpoint resumed from before partition
         self._comm_hook: tuple[Any, Any] | None = None
         self._no_sync = False
         self._num_microbatches = 1
@@ -337,6 +338,9 @@ class DistributedModel(ModelViews):
             accept_empty_stages()
         if rt.optimizer is not None:
             rt.optimizer._on_partition(list(self.parameters()))
+        if self._at_partition is not None:
+            load, self._at_partition = self._at_partition, None
+            load()
         if rt.topology.pp_size > 1:
             log.info_rank0(
                 "%s", table(self.module, stages, rt.topology.pp_size, self.engine.costs, self.engine.forecast)
@@ -567,6 +571,12 @@ class DistributedModel(ModelViews):
         See `smp.model_state.load_state_dict` for errors.
         """
         return model_state.load_state_dict(self, state_dict, strict, same_partition_load)
+
+    def at_partition(self, load: Callable[[], None]) -> None:
+        """Calls `load` once every rank has its tensors and the optimizer its parameters, before the hooks; a second
+        call takes the place of the first. For `smp.resume_from_checkpoint`.
+        """
+        self._at_partition = load
 
     # -- hooks and the rest --------------------------------------------------------------------------------------------
 

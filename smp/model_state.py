@@ -111,7 +111,7 @@ def _named_state(module: nn.Module) -> dict[str, Any]:
     return module.state_dict(keep_vars=True)
 
 
-def _entries(model: StatefulModel) -> list[_Entry]:
+def entries_of(model: StatefulModel) -> list[_Entry]:
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for name, value in _named_state(model.module).items():
@@ -155,7 +155,7 @@ def local_state_dict(model: StatefulModel, cast_to_cpu: bool = True) -> "Ordered
     if not model.partitioned:
         raise UsageError("local_state_dict() was called before the model is partitioned: run the first step before it")
     state = _named_state(model.module)
-    local = _by_name({e: _output(e.tensor, cast_to_cpu) for e in _entries(model) if e.owned})
+    local = _by_name({e: _output(e.tensor, cast_to_cpu) for e in entries_of(model) if e.owned})
     result = _like(state)
     for name, value in state.items():
         if not isinstance(value, Tensor):
@@ -199,7 +199,7 @@ def _whole_before_partition(model: StatefulModel, cast_to_cpu: bool) -> dict[str
         raise UsageError(
             "state_dict() was called between load_state_dict() and the first step, which applies what was loaded"
         )
-    entries = _entries(model)
+    entries = entries_of(model)
     if delayed := [entry.names[0] for entry in entries if entry.tensor.is_meta]:
         raise UsageError(
             f"state_dict() was called before the first step, which initialises delayed parameters ({delayed[0]}, …)"
@@ -210,7 +210,7 @@ def _whole_before_partition(model: StatefulModel, cast_to_cpu: bool) -> dict[str
 def _gather_all(rt: Runtime, model: StatefulModel, takers: Sequence[int], cast_to_cpu: bool) -> dict[str, Tensor]:
     """name -> whole tensor, on the ranks of `takers`; empty elsewhere."""
     group = rt.group(CommGroup.MP_GROUP)
-    entries = _entries(model)
+    entries = entries_of(model)
     if group.size == 1:
         return _by_name({e: _output(e.tensor, cast_to_cpu) for e in entries})
     mine = {e.names[0]: _Description(tuple(e.tensor.shape), e.tensor.dtype, e.spec) for e in entries if e.owned}
@@ -332,7 +332,7 @@ def _apply(rt: Runtime, model: StatefulModel, pending: PendingState) -> _Incompa
             values = OrderedDict(to_ours(values))
     if not partial:
         _run_load_hooks(model.module, values, pending)
-    entries = _entries(model)
+    entries = entries_of(model)
     extra = [name for name, value in _named_state(model.module).items() if not isinstance(value, Tensor)]
     mine = {name: tuple(value.shape) if isinstance(value, Tensor) else None for name, value in values.items()}
     gathered = rt.transport.all_gather_object((partial, mine), group) if group.size > 1 else [(partial, mine)]

@@ -43,8 +43,7 @@ class FileWriter:
                 torch.save(obj, out, pickle_protocol=pickle_protocol, **options)
                 if header is not None:
                     _append_header(out, header)
-                out.flush()
-                os.fsync(out.fileno())
+                flush_file(out)
         except BaseException as error:
             self.discard()
             if isinstance(error, OSError | RuntimeError):
@@ -54,7 +53,7 @@ class FileWriter:
     def commit(self) -> None:
         try:
             os.replace(self._aside, self.path)
-            _flush_directory(self.path.parent)
+            flush_directory(self.path.parent)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be written: {error}") from error
 
@@ -70,7 +69,14 @@ def _append_header(out: IO[bytes], header: Header) -> None:
         archive.writestr(f"{archive.namelist()[0].split('/')[0]}/{_HEADER_RECORD}", header.to_json())
 
 
-def _flush_directory(directory: Path) -> None:
+def flush_file(out: IO[Any]) -> None:
+    """Returns when what was written to an open file is on the disk."""
+    out.flush()
+    os.fsync(out.fileno())
+
+
+def flush_directory(directory: Path) -> None:
+    """Returns when the names in a directory, new, changed and removed ones, are on the disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

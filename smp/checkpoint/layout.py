@@ -5,6 +5,13 @@ The path f that a script gives becomes
     f_{pp_rank}_{tp_rank}              written by rdp_rank 0
     f_{pp_rank}_{tp_rank}_{rdp_rank}   v3: the state differs over rdp ranks, all of them write
     f_{mp_rank}                        written long ago, read with back_compat=True
+
+and a checkpoint with a tag lies in a directory that a script gives:
+
+    {tag}_partial/              a partial one: {kind}_{pp}_{tp}.pt of rdp_rank 0, {kind}_{pp}_{tp}_{rdp}.pt of all ranks
+    {tag}, optimizer_{tag},     a full one
+    user_content_{tag}
+    newest                      the tag saved last
 """
 
 import json
@@ -71,6 +78,12 @@ def partial_path(f: str, place: Place, v3: bool) -> Path:
 def old_path(f: str, mp_rank: int) -> Path:
     """The partial file of a rank in the oldest naming: `f_{mp_rank}`."""
     return Path(f"{f}_{mp_rank}")
+
+
+def part_name(kind: str, place: Place, each_replica: bool = False) -> str:
+    """Name of a rank's file in a partial checkpoint; `each_replica`: the replicas have different ones."""
+    numbers = (place.pp, place.tp, place.rdp) if each_replica else (place.pp, place.tp)
+    return f"{kind}_{'_'.join(map(str, numbers))}.pt"
 
 
 def existing_parts(f: str) -> dict[Path, tuple[int, ...]]:

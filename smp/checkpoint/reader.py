@@ -8,12 +8,14 @@ Files are mapped into memory, so only what is copied out of them is read. Nothin
 `smp.checkpoint.safe_load` allows.
 """
 
+import fcntl
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -55,8 +57,9 @@ class Checkpoint:
         manifest: what it holds.
     """
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Path, manifest: Manifest, lock: IO[Any] | None = None) -> None:
         self.path, self.manifest = path, manifest
+        self._lock = lock  # while this is open and locked, no save removes the checkpoint as an old one
         self.directory = path.parent if manifest.full else path
         self._objects: dict[str, Any] = {}
         self._positions: dict[str, dict[str, int]] = {}
@@ -87,7 +90,10 @@ class Checkpoint:
                 "short, or another program wrote it)"
             )
         try:
-            checkpoint = Checkpoint(path, Manifest.from_json(source.read_text()))
+            lock = source.open()
+            with suppress(OSError):  # where files cannot be locked
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            checkpoint = Checkpoint(path, Manifest.from_json(lock.read()), lock)
         except (ValueError, OSError) as error:
             raise CheckpointError(f"{source} cannot be read: {error}") from error
         checkpoint.check_sizes()
@@ -142,6 +148,8 @@ class Checkpoint:
     def close(self) -> None:
         """Lets go of the files."""
         self._objects.clear()
+        if self._lock is not None:
+            self._lock.close()
 
     def value(self, stored: StoredTensor) -> Any:
         """The tensor (mapped, not to be changed) or plain value that an entry of the manifest speaks of."""

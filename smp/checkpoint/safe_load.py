@@ -2,18 +2,27 @@
 
 Besides what torch itself allows (tensors, parameters, sizes, dtypes, devices, and plain Python values: numbers,
 strings, bytes, lists, tuples, sets, dicts, `OrderedDict`, `Counter`) these may stand in a file read with
-`smp.load(weights_only=True)`; each is plain data whose constructor runs nothing of the file's choosing:
+`smp.load(weights_only=True)` and in the `user_content` of a checkpoint; each is plain data whose constructor runs
+nothing of the file's choosing:
 
     argparse.Namespace                      a script's arguments
     frozenset, slice, range, datetime.*     plain values
     pathlib paths                           where the data lay
     numpy arrays, scalars and dtypes        random states, counters
+    configurations of transformers          classes of its own configuration modules, found in the installed library
+
+A script allows another class of its own with `torch.serialization.add_safe_globals([Class])`, when it saves and when it
+loads.
 """
 
 import argparse
 import datetime
+import importlib
+import io
 import pathlib
 import pickle
+import re
+from collections.abc import Iterable
 from functools import cache
 from os import PathLike
 from typing import IO, Any
@@ -48,6 +57,57 @@ def allowed_globals() -> list[Any]:
     return [*plain, rebuild_array, rebuild_scalar, np.ndarray, np.dtype, *dtypes]
 
 
+_CONFIGURATIONS = re.compile(
+    r"(transformers\.(?:configuration_utils|generation\.configuration_utils|models\.\w+\.configuration_\w+))\.(\w+)"
+)
+
+
+def configurations(names: Iterable[str]) -> list[Any]:
+    """Those of these full names that are configuration classes of the installed transformers."""
+    found = []
+    for match in filter(None, map(_CONFIGURATIONS.fullmatch, names)):
+        try:
+            value = getattr(importlib.import_module(match[1]), match[2])
+            bases = importlib.import_module("transformers")
+        except (ImportError, AttributeError):
+            continue  # it stays forbidden, and is named
+        if isinstance(value, type) and issubclass(value, bases.PretrainedConfig | bases.GenerationConfig):
+            found.append(value)
+    return found
+
+
+def forbidden_classes(f: str | PathLike[str] | IO[bytes]) -> list[str]:
+    """Full names of the classes in a tensor file that are not allowed with `weights_only=True`."""
+    with torch.serialization.safe_globals(allowed_globals()):
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(f)
+    known = {f"{value.__module__}.{value.__qualname__}" for value in configurations(names)}
+    return sorted(name for name in names if name not in known)
+
+
+def serialize(obj: Any, what: str) -> bytes:
+    """`obj` as `torch.save` writes it, after making sure that it can be read again.
+
+    Raises:
+        CheckpointError: it holds a class that is not allowed; names it. Better now than when the job is resumed.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(obj, buffer)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{what} cannot be saved: {error}") from error
+    if names := forbidden_classes(io.BytesIO(buffer.getvalue())):
+        raise CheckpointError(
+            f"{what} holds {', '.join(names)}: not allowed in a checkpoint, which is read without running code from "
+            "it. Save plain values instead (a dict, vars(obj), obj.state_dict()), or allow the class with "
+            "torch.serialization.add_safe_globals([...]) in the script that saves and in the one that resumes"
+        )
+    try:
+        load_file(io.BytesIO(buffer.getvalue()))
+    except CheckpointError as error:
+        raise CheckpointError(f"{what} could not be read again: {error}") from error
+    return buffer.getvalue()
+
+
 def load_file(
     f: str | PathLike[str] | IO[bytes], map_location: Any = None, *, weights_only: bool = True, **kwargs: Any
 ) -> Any:
@@ -60,8 +120,7 @@ def load_file(
     try:
         if not weights_only:
             return torch.load(f, map_location, weights_only=False, **kwargs)
-        with torch.serialization.safe_globals(allowed_globals()):
-            return torch.load(f, map_location, weights_only=True, **kwargs)
+        return _load_safely(f, map_location, kwargs)
     except FileNotFoundError:
         raise CheckpointError(f"{f} does not exist") from None
     except pickle.UnpicklingError as error:
@@ -70,10 +129,31 @@ def load_file(
             raise CheckpointError(f"{f} cannot be read as a tensor file: {error}") from error
         raise CheckpointError(
             f"{f} holds an object of a class that is not allowed with weights_only=True ({blocked[0]}). "
-            "Load it with weights_only=False only if you trust who wrote it: that runs code from the file"
+            "If you trust who wrote it, allow the class with torch.serialization.add_safe_globals([...]) before "
+            "loading, or read the file with weights_only=False: that runs code from the file"
         ) from error
     except (RuntimeError, EOFError, KeyError, ValueError, OSError, AttributeError, IndexError) as error:
         first_line = str(error).splitlines()[0] if str(error) else ""
         raise CheckpointError(
             f"{f} cannot be read as a tensor file, it is damaged or something else: {type(error).__name__} {first_line}"
         ) from error
+
+
+def _load_safely(f: str | PathLike[str] | IO[bytes], map_location: Any, kwargs: dict[str, Any]) -> Any:
+    """With the allow list; configurations of transformers are looked up only where a file holds one."""
+    with torch.serialization.safe_globals(allowed_globals()):
+        try:
+            return torch.load(f, map_location, weights_only=True, **kwargs)
+        except pickle.UnpicklingError as error:
+            if not configurations(re.findall(r"GLOBAL ([\w.]+)", str(error))):
+                raise
+        _rewind(f)
+        more = configurations(torch.serialization.get_unsafe_globals_in_checkpoint(f))
+        _rewind(f)
+        with torch.serialization.safe_globals(more):
+            return torch.load(f, map_location, weights_only=True, **kwargs)
+
+
+def _rewind(f: str | PathLike[str] | IO[bytes]) -> None:
+    if not isinstance(f, str | PathLike):
+        f.seek(0)

@@ -11,6 +11,7 @@ coordinates of a source they meet:
 What an earlier stored block has given is not taken from a later one, so nothing is read twice.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,10 +38,7 @@ class Box:
     @property
     def numel(self) -> int:
         """Number of places."""
-        count = 1
-        for length in self.size:
-            count *= length
-        return count
+        return math.prod(self.size)
 
     def overlap(self, other: "Box") -> "Box":
         """What both hold; an empty box when that is nothing."""
@@ -77,6 +75,11 @@ class Copy:
     read: tuple[slice, ...]
     write: tuple[slice, ...]
     transposed: bool
+
+    @property
+    def numel(self) -> int:
+        """Number of places."""
+        return math.prod(part.stop - part.start for part in self.write)
 
     def apply(self, stored: Tensor, wanted: Tensor) -> int:
         """Copies the piece; returns the number of bytes read."""

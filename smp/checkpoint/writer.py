@@ -1,0 +1,215 @@
+"""Writing the files of a checkpoint and making it the one that counts: steps on the file system, no processes.
+
+    path/.{tag}_partial.writing/   (1) every rank writes its files and flushes them       the old checkpoint is whole
+                                   (2) manifest.json: what is in it is complete
+    path/.{tag}_partial.replaced/  (3) a checkpoint of the same tag moves aside
+    path/{tag}_partial/            (4) .writing gets its name
+    path/newest                    (5) replaced by one that was written and flushed before (3)
+                                   (6) what was replaced, and old ones beyond the number kept, are removed
+
+A crash before (2) leaves a directory that nobody takes for a checkpoint; between (2) and (4) `find` takes `.writing`,
+and where there is none `.replaced`. After (2) nothing needs room on the disk.
+"""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smp import log
+from smp.checkpoint import manifest as manifests
+from smp.checkpoint.archive import records_of
+from smp.checkpoint.files import flush_directory, flush_file
+from smp.checkpoint.layout import Place
+from smp.checkpoint.manifest import Manifest, StoredFile
+from smp.errors import CheckpointError
+
+NEWEST = "newest"
+WRITING, REPLACED, REMOVING = "writing", "replaced", "removing"
+
+
+def _nothing(step: str) -> None:
+    """What happens at a step unless a test wants to know."""
+
+
+# Called with the name of each step before it is done, on the thread that does it. A seam for tests that kill a job.
+on_step: Callable[[str], None] = _nothing
+
+
+@dataclass(frozen=True)
+class Serialized:
+    """An object as `torch.save` would write it."""
+
+    data: bytes
+
+
+def aside(path: Path, state: str) -> Path:
+    """The hidden name that a checkpoint has while it is no checkpoint: of the three states above."""
+    return path.parent / f".{path.name}.{state}"
+
+
+def write_files(
+    directory: Path, objects: Mapping[str, Any], places: Mapping[str, Place | None]
+) -> dict[str, StoredFile]:
+    """Writes and flushes each object to its file; returns what the manifest says of the files.
+
+    Raises:
+        CheckpointError: the disk refuses; names the file.
+    """
+    written = {}
+    for name, obj in objects.items():
+        path = directory / name
+        on_step(f"write {name}")
+        try:
+            with path.open("wb") as out:
+                if isinstance(obj, Serialized):
+                    out.write(obj.data)
+                else:
+                    torch.save(obj, out)
+                on_step(f"flush {name}")
+                flush_file(out)
+            written[name] = StoredFile(path.stat().st_size, places[name], records_of(path))
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"{path} cannot be written: {error}") from error
+    flush_directory(directory)
+    return written
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes and flushes a small file.
+
+    Raises:
+        CheckpointError: the disk refuses; names the file.
+    """
+    try:
+        with path.open("w") as out:
+            out.write(text)
+            flush_file(out)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error}") from error
+
+
+def prepare(path: Path) -> None:
+    """Makes the empty directory in which the partial checkpoint `path` is written, and `path`'s own parents.
+
+    Raises:
+        CheckpointError: the disk refuses; names the directory.
+    """
+    directory = aside(path, WRITING)
+    on_step("prepare")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        clean(path.parent)
+        directory.mkdir()
+        flush_directory(path.parent)
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be made: {error}") from error
+
+
+def discard(path: Path) -> None:
+    """Removes what was written for `path` after a failure."""
+    shutil.rmtree(aside(path, WRITING), ignore_errors=True)
+    with suppress(OSError):
+        aside(path.parent / NEWEST, WRITING).unlink()
+
+
+def commit(path: Path, manifest: Manifest) -> None:
+    """Steps (2) to (5): makes what all ranks have written the checkpoint at `path`, and the newest.
+
+    Raises:
+        CheckpointError: the disk refuses; what was there before is there again.
+    """
+    directory, replaced, newest = aside(path, WRITING), aside(path, REPLACED), path.parent / NEWEST
+    on_step("newest aside")
+    write_text(aside(newest, WRITING), manifest.tag)
+    on_step("manifest")
+    write_text(directory / f".{manifests.NAME}", manifest.to_json())
+    try:
+        os.replace(directory / f".{manifests.NAME}", directory / manifests.NAME)
+        flush_directory(directory)
+        if path.exists():
+            on_step("move the old one aside")
+            os.replace(path, replaced)
+        on_step("rename")
+        os.replace(directory, path)
+        flush_directory(path.parent)
+        on_step("newest")
+        os.replace(aside(newest, WRITING), newest)
+        flush_directory(path.parent)
+    except OSError as error:
+        if replaced.exists() and not path.exists():
+            os.replace(replaced, path)
+        raise CheckpointError(f"{path} cannot be written: {error}") from error
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a directory is a partial checkpoint with a manifest."""
+    return (path / manifests.NAME).is_file()
+
+
+def clean(directory: Path) -> None:
+    """Ends what saves that were cut short have left in a directory: completes what can be completed, removes the rest.
+
+    For a job that is about to save there: nobody else may be saving.
+    """
+    for found in sorted(directory.glob(f".*_partial.{WRITING}")):
+        path = directory / found.name[1 : -len(WRITING) - 1]
+        if not is_complete(found):
+            shutil.rmtree(found)
+        elif path.exists():
+            os.replace(path, aside(path, REPLACED))
+            os.replace(found, path)
+        else:
+            os.replace(found, path)
+    for found in sorted(directory.glob(f".*_partial.{REPLACED}")):
+        path = directory / found.name[1 : -len(REPLACED) - 1]
+        if path.exists():
+            shutil.rmtree(found)
+        else:
+            os.replace(found, path)
+    for found in directory.glob(f".*_partial.{REMOVING}"):
+        shutil.rmtree(found)
+
+
+def remove_old(path: Path, num_kept: int | None) -> None:
+    """Step (6), after `path` was saved: keeps the `num_kept` newest complete partial checkpoints beside it, itself
+    included; None keeps all. One that is being read stays; nothing that has no manifest is touched.
+
+    What cannot be removed is reported and tried again by the next save.
+    """
+    on_step("retention")
+    try:
+        shutil.rmtree(aside(path, REPLACED), ignore_errors=True)
+        if num_kept is not None:
+            times = {other: written_at(other) for other in path.parent.glob("*_partial") if other != path}
+            others = sorted((time, other) for other, time in times.items() if time is not None)
+            for _, old in others[: max(0, len(others) - num_kept + 1)]:
+                _remove(old)
+    except (OSError, CheckpointError) as error:
+        log.get_logger().warning("an old checkpoint cannot be removed: %s", error)
+
+
+def written_at(path: Path) -> float | None:
+    """When the partial checkpoint in a directory was saved; None when it has no manifest that this version knows."""
+    try:
+        return Manifest.from_json((path / manifests.NAME).read_text()).written
+    except (ValueError, OSError):
+        return None
+
+
+def _remove(path: Path) -> None:
+    with (path / manifests.NAME).open("r+") as manifest:
+        try:
+            fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            log.get_logger().info("%s is being read and stays until the next save", path)
+            return
+        on_step(f"remove {path.name}")
+        os.replace(path, aside(path, REMOVING))
+        shutil.rmtree(aside(path, REMOVING))
