@@ -11,7 +11,7 @@ Delayed parameters have no values yet. Shells of theirs stay behind in the old m
 them; `delayed.materialize` makes ours from those.
 """
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from smp.tp import delayed
 from smp.tp.families import Replacement, Rule, fill, pattern_of
 from smp.tp.layouts import SAME
 from smp.tp.module import DistributedModule
-from smp.tp.origin import Origin, remember
+from smp.tp.origin import Names, Origin, remember
 from smp.tp.shard import spec_of
 
 _MERGED = "_smp_merged"
@@ -113,7 +113,7 @@ def carry(
     module: nn.Module,
     replacement: Replacement,
     moves: Sequence[Move],
-    names: Mapping[int, str],
+    names: Names,
 ) -> None:
     """Does what was planned; `names` are the canonical ones. Collective over the tensor-parallel group."""
     config = replacement.config(module)
@@ -130,8 +130,8 @@ def carry(
         twin.adopt(move.ours, params[0])
 
 
-def _origin(params: Sequence[nn.Parameter], rule: Rule, config: Any, names: Mapping[int, str]) -> Origin:
-    sources, shapes = [names[id(param)] for param in params], [tuple(param.shape) for param in params]
+def _origin(params: Sequence[nn.Parameter], rule: Rule, config: Any, names: Names) -> Origin:
+    sources, shapes = [names[id(param)][0] for param in params], [tuple(param.shape) for param in params]
     return Origin(tuple(rule.layout.blocks(sources, shapes, config)), dict(zip(sources, shapes)))
 
 

@@ -13,7 +13,7 @@ Whole tensors get tp_rank 0's values too. What cannot be split is left whole, wi
 import difflib
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from smp.tp import delayed, families
 from smp.tp.carry import Move, carry, carry_marks, plan
 from smp.tp.contexts import KNOWN_OPTIONS, Mark, mark_of
 from smp.tp.module import FORWARD_HOOKS, DistributedModule
-from smp.tp.origin import names_of, remember_names
+from smp.tp.origin import Names, names_of, remember_names
 from smp.tp.plan import Plans, find_units
 from smp.tp.planned import distribute
 from smp.tp.registry import (
@@ -318,7 +318,7 @@ def _hooked(
 # 4. Carry
 
 
-def _carry(candidate: _Candidate, twin: DistributedModule, moves: list[Move], names: Mapping[int, str]) -> None:
+def _carry(candidate: _Candidate, twin: DistributedModule, moves: list[Move], names: Names) -> None:
     module, registration = candidate.module, candidate.registration
     checkpointed = [name for name, part in module.named_modules() if name and is_checkpointed(part)]
     if registration.replacement is not None and registration.family is not None:

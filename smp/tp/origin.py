@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from smp.tp.shard import ShardSpec, spec_of
 
 _ORIGIN = "_smp_origin"
+_NAMES = "_smp_canonical_names"
+Names = Mapping[int, tuple[str, ...]]  # by id of a parameter its names in the user's module
 
 
 @dataclass(frozen=True)
@@ -110,9 +112,12 @@ def _with(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
     return (*values[:index], value, *values[index + 1 :])
 
 
-def names_of(module: nn.Module) -> dict[int, str]:
-    """By id of each parameter its canonical name, in a module that nothing has been replaced in yet."""
-    return {id(param): name for name, param in module.named_parameters()}
+def names_of(module: nn.Module) -> Names:
+    """By id of each parameter its names, the canonical one first, in a module that nothing was replaced in yet."""
+    names: dict[int, tuple[str, ...]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names[id(param)] = (*names.get(id(param), ()), name)
+    return names
 
 
 def remember(param: nn.Parameter, origin: Origin) -> None:
@@ -120,33 +125,60 @@ def remember(param: nn.Parameter, origin: Origin) -> None:
     setattr(param, _ORIGIN, origin)
 
 
-def remember_names(module: nn.Module, names: Mapping[int, str]) -> None:
+def remember_names(module: nn.Module, names: Names) -> None:
     """Does so for the parameters of a model that have other names in it now than in the user's module."""
     for name, param in module.named_parameters():
-        known = names.get(id(param), name)
-        if known != name and not hasattr(param, _ORIGIN):
-            spec = spec_of(param)
-            remember(param, Origin.whole(known, tuple(spec.global_shape if spec is not None else param.shape)))
+        known = names.get(id(param), (name,))
+        if len(known) > 1:
+            setattr(param, _NAMES, known)
+        if known[0] != name and not hasattr(param, _ORIGIN):
+            remember(param, Origin.whole(known[0], _whole_shape(param)))
+
+
+def _whole_shape(tensor: Tensor) -> tuple[int, ...]:
+    spec = spec_of(tensor)
+    return tuple(spec.global_shape if spec is not None else tensor.shape)
+
+
+def whole_origin(name: str, tensor: Tensor) -> Origin:
+    """Of a parameter or buffer before it was cut into parts; `name` is its first name in the model."""
+    known: Origin | None = getattr(tensor, _ORIGIN, None)
+    return known if known is not None else Origin.whole(name, _whole_shape(tensor))
 
 
 def origin_of(name: str, tensor: Tensor) -> Origin:
-    """Of this rank's part of a parameter or buffer, whose first name in the model is `name`."""
+    """Of this rank's part of a parameter or buffer; `name` is its first name in the model."""
     spec = spec_of(tensor)
-    origin = getattr(tensor, _ORIGIN, None)
-    if origin is None:
-        origin = Origin.whole(name, tuple(spec.global_shape if spec is not None else tensor.shape))
-    return origin.part(spec) if spec is not None else origin
+    whole = whole_origin(name, tensor)
+    return whole.part(spec) if spec is not None else whole
 
 
-def origins(module: nn.Module) -> dict[str, Origin]:
-    """Of every parameter and persistent buffer of a model, after `convert`, by its name there; this rank's part.
+def origins(module: nn.Module, whole: bool = False) -> dict[str, Origin]:
+    """Of every parameter and persistent buffer of a model, after `convert`, by its name there.
 
     Names that stand for one tensor have one origin. What lives on another stage has the shape it has there.
+
+    Args:
+        whole: of whole tensors, as in a full state dict, instead of this rank's parts.
     """
-    first: dict[int, str] = {}
     result: dict[str, Origin] = {}
+    for names, tensor in _tensors(module):
+        origin = whole_origin(names[0], tensor) if whole else origin_of(names[0], tensor)
+        result.update(dict.fromkeys(names, origin))
+    return result
+
+
+def tied_names(module: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Names in the user's module that stand for one tensor, the canonical one first; for each such tensor."""
+    names = (getattr(tensor, _NAMES, names) for names, tensor in _tensors(module))
+    return tuple(known for known in names if len(known) > 1)
+
+
+def _tensors(module: nn.Module) -> list[tuple[tuple[str, ...], Tensor]]:
+    """The tensors in a model's state dict, with all names of each."""
+    found: dict[int, tuple[tuple[str, ...], Tensor]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
-            known = first.setdefault(id(tensor), name)
-            result[name] = result[known] if known != name else origin_of(name, tensor)
-    return result
+            names, _ = found.get(id(tensor), ((), tensor))
+            found[id(tensor)] = (*names, name), tensor
+    return list(found.values())

@@ -15,7 +15,7 @@ from smp import runtime
 from smp.tp.convert import convert
 from smp.tp.delayed import materialize
 from smp.tp.layouts import FUSED_KV, FUSED_QKV, SAME, TRANSPOSED, Fused, HeadMajor, Layout
-from smp.tp.origin import Block, Origin, origins
+from smp.tp.origin import Block, Origin, origins, tied_names
 from smp.tp.shard import ShardSpec
 from tests.harness import on_ranks
 from tests.tp import hf_models, test_hf_decoders, test_plan_models
@@ -218,9 +218,22 @@ def test_tied_names_have_one_origin_and_buffers_their_own() -> None:
     got = origins(module)
     assert "lost" not in got and got["scale"] == Origin.whole("scale", ()) and "norm.num_batches_tracked" in got
     assert got["second"] is got["first"] and got["head.weight"] is got["table.weight"]
+    assert tied_names(module) == (("first", "second"), ("table.weight", "head.weight"))
     (block,) = got["table.weight"].blocks
     rank = runtime.get().tp_rank
     assert block == Block("table.weight", (3 * rank, 0), (3, 4), (0, 0))
+
+
+@on_ranks(2, config=TWO)
+def test_tied_names_are_those_of_the_users_module() -> None:
+    """A full file of weights has an entry for each; also where the twin has other names."""
+    module = test_hf_decoders.gpt2()
+    smp.set_tensor_parallelism(module)
+    module = convert(module, runtime.get())
+    assert "lm_head.weight" in module.state_dict() and "transformer.wte.weight" not in module.state_dict()
+    assert tied_names(module) == (("transformer.wte.weight", "lm_head.weight"),)
+    whole = origins(module, whole=True)["word_embedding.weight"]
+    assert whole == Origin.whole("transformer.wte.weight", (test_hf_decoders.VOCABULARY, 16))
 
 
 @DEGREES
