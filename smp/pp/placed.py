@@ -206,6 +206,7 @@ _PLAIN: frozenset[Any] = frozenset(
                 "is_inference",
             )
         ),
+        *(_getter(name) for name in ("grad_dtype",) if hasattr(torch.Tensor, name)),  # torch 2.10 and newer
         torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor, torch.is_storage,
         torch.result_type, torch.can_cast, torch.is_inference,
     ]
