@@ -5,7 +5,7 @@ from enum import Enum
 from pathlib import Path
 
 from smp.checkpoint.layout import describe_existing, existing_parts
-from smp.checkpoint.writer import NEWEST, REPLACED, WRITING, aside, is_complete, written_at
+from smp.checkpoint.writer import NEWEST, REPLACED, WRITING, aside, is_complete, journal_of, written_at
 from smp.errors import CheckpointError
 
 
@@ -87,7 +87,7 @@ def _find_tag(path: Path, tag: str, partial: bool) -> Found | None:
     target = path / f"{tag}_partial"
     if not partial:
         whole = path / tag
-        present = whole.is_file() or _stand_in(whole) is not None
+        present = whole.is_file() or journal_of(whole).is_file() or _stand_in(whole) is not None
         return Found(Style.FULL, whole, tag) if present else None
     for place in (aside(target, WRITING), target, aside(target, REPLACED)):  # a save cut short while it renamed
         if is_complete(place):

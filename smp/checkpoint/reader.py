@@ -26,6 +26,7 @@ from smp.checkpoint.layout import Place
 from smp.checkpoint.manifest import Kind, Manifest, StoredTensor
 from smp.checkpoint.safe_load import load_file
 from smp.checkpoint.slices import Box, Copy, plan_copies
+from smp.checkpoint.writer import WRITING, aside, journal_of
 from smp.errors import CheckpointError
 from smp.tp.origin import Block, Origin
 
@@ -46,7 +47,10 @@ traffic = Traffic()
 
 def manifest_path(path: Path) -> Path:
     """Of a partial checkpoint, a directory, or a full one, a file."""
-    return path / manifests.NAME if path.is_dir() else path.parent / f"{path.name}.{manifests.NAME}"
+    if path.is_dir():
+        return path / manifests.NAME
+    journal = journal_of(path)
+    return journal if journal.exists() else path.parent / f"{path.name}.{manifests.NAME}"
 
 
 class Checkpoint:
@@ -61,6 +65,7 @@ class Checkpoint:
         self.path, self.manifest = path, manifest
         self._lock = lock  # while this is open and locked, no save removes the checkpoint as an old one
         self.directory = path.parent if manifest.full else path
+        self._in_journal = manifest.full and journal_of(path).exists()
         self._objects: dict[str, Any] = {}
         self._positions: dict[str, dict[str, int]] = {}
         self._index: dict[tuple[str, str], dict[str, list[StoredTensor]]] = {}
@@ -82,7 +87,7 @@ class Checkpoint:
         """
         path = Path(path)
         source = manifest_path(path)
-        if not path.exists():
+        if not path.exists() and not source.exists():
             raise CheckpointError(f"{path} does not exist")
         if not source.is_file():
             raise CheckpointError(
@@ -99,10 +104,16 @@ class Checkpoint:
         checkpoint.check_sizes()
         return checkpoint
 
+    def file(self, name: str) -> Path:
+        """Where a file of the checkpoint lies: under its name, unless replacing the full one before was cut short."""
+        path = self.directory / name
+        replacement = aside(path, WRITING)
+        return replacement if self._in_journal and replacement.exists() else path
+
     def check_sizes(self) -> None:
         """Raises `CheckpointError` naming the first file that is missing or has another size than when it was saved."""
         for name, file in self.manifest.files.items():
-            path = self.directory / name
+            path = self.file(name)
             if not path.is_file():
                 raise CheckpointError(f"{path} is missing: the manifest of the checkpoint names it")
             size = path.stat().st_size
@@ -142,7 +153,7 @@ class Checkpoint:
             CheckpointError: it cannot be read, or holds a class that is not allowed.
         """
         if name not in self._objects:
-            self._objects[name] = load_file(str(self.directory / name), "cpu", mmap=True)
+            self._objects[name] = load_file(str(self.file(name)), "cpu", mmap=True)
         return self._objects[name]
 
     def close(self) -> None:
@@ -160,7 +171,7 @@ class Checkpoint:
             found = None
         if stored.record and not (isinstance(found, Tensor) and tuple(found.shape) == stored.shape):
             raise CheckpointError(
-                f"{self.directory / stored.file} does not hold {_describe(stored)}, of which the manifest speaks: it "
+                f"{self.file(stored.file)} does not hold {_describe(stored)}, of which the manifest speaks: it "
                 "is a file of another checkpoint"
             )
         return found
@@ -269,7 +280,7 @@ class Checkpoint:
         for name, record, _ in records:
             by_file.setdefault(name, []).append(record)
         for name, names in by_file.items():
-            path = self.directory / name
+            path = self.file(name)
             try:
                 wrong = damaged_records(path, self.manifest.files[name].records, names)
             except (OSError, ValueError) as error:

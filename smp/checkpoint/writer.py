@@ -108,7 +108,7 @@ def prepare(path: Path) -> None:
         clean(path.parent)
         directory.mkdir()
         flush_directory(path.parent)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{directory} cannot be made: {error}") from error
 
 
@@ -148,6 +148,50 @@ def commit(path: Path, manifest: Manifest) -> None:
         raise CheckpointError(f"{path} cannot be written: {error}") from error
 
 
+def commit_full(directory: Path, manifest: Manifest) -> None:
+    """Makes the files of a full checkpoint, each of them written and flushed aside, those that count.
+
+    A file can only be replaced by itself, so the manifest becomes a journal first: from then on the new files are the
+    checkpoint, whether or not they have their names yet.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
+    newest, name = directory / NEWEST, f"{manifest.tag}.{manifests.NAME}"
+    on_step("newest aside")
+    write_text(aside(newest, WRITING), manifest.tag)
+    on_step("manifest")
+    write_text(aside(directory / name, WRITING), manifest.to_json())
+    try:
+        on_step("journal")
+        os.replace(aside(directory / name, WRITING), journal_of(directory / manifest.tag))
+        flush_directory(directory)
+        _follow_journal(directory, manifest)
+        on_step("newest")
+        os.replace(aside(newest, WRITING), newest)
+        flush_directory(directory)
+    except OSError as error:
+        raise CheckpointError(f"{directory / manifest.tag} cannot be written: {error}") from error
+
+
+def journal_of(path: Path) -> Path:
+    """Where the manifest of the full checkpoint `path` is while its files get their names."""
+    return path.parent / f".{path.name}.commit"
+
+
+def _follow_journal(directory: Path, manifest: Manifest) -> None:
+    tag = manifest.tag
+    for name in manifest.files:
+        on_step(f"rename {name}")
+        with suppress(FileNotFoundError):  # it has its name already
+            os.replace(aside(directory / name, WRITING), directory / name)
+    for stale in {f"optimizer_{tag}", f"user_content_{tag}"} - set(manifest.files):
+        (directory / stale).unlink(missing_ok=True)
+    on_step("journal done")
+    os.replace(journal_of(directory / tag), directory / f"{tag}.{manifests.NAME}")
+    flush_directory(directory)
+
+
 def is_complete(path: Path) -> bool:
     """Whether a directory is a partial checkpoint with a manifest."""
     return (path / manifests.NAME).is_file()
@@ -175,6 +219,10 @@ def clean(directory: Path) -> None:
             os.replace(found, path)
     for found in directory.glob(f".*_partial.{REMOVING}"):
         shutil.rmtree(found)
+    for found in directory.glob(".*.commit"):
+        _follow_journal(directory, Manifest.from_json(found.read_text()))
+    for found in directory.glob(f".*.{WRITING}"):
+        found.unlink()
 
 
 def remove_old(path: Path, num_kept: int | None) -> None:

@@ -1,0 +1,161 @@
+"""Saving step by step: cut short anywhere, what was there before or what is new is found whole."""
+
+import os
+
+import pytest
+
+from smp.checkpoint import writer
+from smp.checkpoint.finder import find, newest_in
+from smp.checkpoint.reader import Checkpoint
+from smp.errors import CheckpointError
+from tests.checkpoint.hand_made import factor, save, save_full
+
+
+class Killed(BaseException):
+    """Stands for a process that is gone: nothing of ours handles it."""
+
+
+def killed_at(monkeypatch, number, work):
+    """Runs `work`, cut short before step `number`; whether it had so many."""
+    seen = []
+
+    def step(name):
+        seen.append(name)
+        if len(seen) == number:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "on_step", step)
+        try:
+            work()
+        except Killed:
+            return True
+    return False
+
+
+def found_value(path, partial):
+    """What a resume without a tag would load, every byte of it verified."""
+    found = find(path, None, partial)
+    checkpoint = Checkpoint.open(found.path)
+    checkpoint.verify()
+    value = factor(checkpoint.read("model", "w"))
+    if partial:
+        assert factor(-checkpoint.read("optimizer", "w", "exp_avg")) == value
+    else:
+        assert checkpoint.load(f"optimizer_{found.tag}")["value"] == value
+    checkpoint.close()
+    return value
+
+
+def hidden(path):
+    return [name for name in os.listdir(path) if name.startswith(".")]
+
+
+@pytest.mark.parametrize("tag", ["20", "10"])
+@pytest.mark.parametrize("partial", [True, False])
+def test_a_save_cut_short_anywhere_leaves_a_whole_checkpoint(tmp_path, monkeypatch, tag, partial):
+    """A job that dies while it saves must find the checkpoint before, or the new one, never a mixture; also when both
+    have one tag. The next save leaves nothing of the dead one behind."""
+    store = save if partial else save_full
+    values, cut = [], True
+    while cut:
+        path = tmp_path / str(len(values))
+        store(path, "10", 1)
+        cut = killed_at(monkeypatch, len(values) + 1, lambda path=path: store(path, tag, 2))
+        values.append(found_value(path, partial))
+        store(path, "30", 3)
+        assert found_value(path, partial) == 3
+        assert hidden(path) == []
+    assert len(values) > 8
+    assert values[0] == 1
+    assert values[-1] == 2
+    assert values == sorted(values)  # once the new one counts it stays
+
+
+def test_old_checkpoints_are_removed_and_the_only_one_never(tmp_path):
+    """Retention that removes what is resumed from, or what it does not know, is worse than a full disk."""
+    foreign = tmp_path / "0_partial"
+    foreign.mkdir()
+    (foreign / "model_0_0.pt").write_bytes(b"made by hand")
+    for number in range(1, 5):
+        save(tmp_path, f"{number}", number, num_kept=2)
+        kept = [f"{n}_partial" for n in range(max(1, number - 1), number + 1)]
+        assert sorted(os.listdir(tmp_path)) == ["0_partial", *kept, "newest"]
+    reading = Checkpoint.open(tmp_path / "3_partial")
+    save(tmp_path, "5", 5, num_kept=1)
+    assert sorted(os.listdir(tmp_path)) == ["0_partial", "3_partial", "5_partial", "newest"]
+    assert factor(reading.read("model", "w")) == 3
+    reading.close()
+    save(tmp_path, "5", 6, num_kept=1)  # the only complete one, replaced by itself
+    assert sorted(os.listdir(tmp_path)) == ["0_partial", "5_partial", "newest"]
+    assert found_value(tmp_path, partial=True) == 6
+
+
+@pytest.mark.parametrize("step", ["remove 1_partial", "retention"])
+def test_retention_cut_short_leaves_no_half_checkpoint(tmp_path, monkeypatch, step):
+    """One of which half is removed must not be taken for a checkpoint."""
+    save(tmp_path, "1", 1)
+
+    def die(name):
+        if name == step:
+            raise Killed
+
+    monkeypatch.setattr(writer, "on_step", die)
+    with pytest.raises(Killed):
+        save(tmp_path, "2", 2, num_kept=1)
+    monkeypatch.undo()
+    assert found_value(tmp_path, partial=True) == 2
+    save(tmp_path, "3", 3, num_kept=1)
+    assert sorted(os.listdir(tmp_path)) == ["3_partial", "newest"]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_disk_that_refuses_is_named_and_leaves_the_old_one(tmp_path, monkeypatch, before):
+    """A full disk must cost the save, not the checkpoint before it."""
+    save(tmp_path, "10", 1)
+    original = os.replace
+
+    def refuse(source, target):
+        if os.path.basename(source) == (".10_partial.writing" if before else ".manifest.json"):
+            raise OSError(28, "No space left on device")
+        original(source, target)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(CheckpointError, match="10_partial cannot be written.*No space left"):
+        save(tmp_path, "10", 2)
+    monkeypatch.undo()
+    writer.discard(tmp_path / "10_partial")
+    assert found_value(tmp_path, partial=True) == 1
+    save(tmp_path, "10", 3)
+    assert found_value(tmp_path, partial=True) == 3
+    assert hidden(tmp_path) == []
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path):
+    """The error says where, so that the user can look."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"file/.10_partial.writing cannot be made"):
+        save(tmp_path / "file", "10", 1)
+
+
+def test_without_a_tag_the_newest_is_found_and_what_was_skipped_is_said(tmp_path):
+    """Guessing wrong silently loses days of training."""
+    with pytest.raises(CheckpointError, match="no complete partial checkpoint, and no other one"):
+        find(tmp_path, None, partial=True)
+    with pytest.raises(CheckpointError, match="nowhere does not exist"):
+        find(tmp_path / "nowhere", None, partial=True)
+    save(tmp_path, "10", 1)
+    save(tmp_path, "9", 2)
+    assert find(tmp_path, None, partial=True).path == newest_in(tmp_path) == tmp_path / "9_partial"
+    (tmp_path / ".20_partial.writing").mkdir()
+    assert find(tmp_path, None, partial=True).notes == ["a save of the checkpoint '20' was cut short; it is skipped"]
+    (tmp_path / "newest").write_text("11")
+    assert "`newest` names '11', which is not there; resuming from '9'" in find(tmp_path, None, partial=True).notes[-1]
+    (tmp_path / "newest").unlink()
+    assert find(tmp_path, None, partial=True).tag == "9"
+    with pytest.raises(
+        CheckpointError, match="no complete partial checkpoint with the tag '8'; partial ones: '10', '9'"
+    ):
+        find(tmp_path, "8", partial=True)
+    with pytest.raises(CheckpointError, match="no complete full checkpoint; partial ones"):
+        find(tmp_path, None, partial=False)
