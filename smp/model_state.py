@@ -289,8 +289,8 @@ def _early_refusal(rt: Runtime, model: StatefulModel, pending: PendingState) -> 
     """What is wrong with the names of a whole state dict, as far as it is known before partition."""
     if not pending.strict or pending.state_dict.get(PARTIAL_KEY):
         return None
-    if rt.tp_size > 1 or any(mark is not None and mark.enabled for mark in map(mark_of, model.module.modules())):
-        return None  # a module that will be replaced may rename
+    if may_rename(rt, model):
+        return None
     if any(child._load_state_dict_pre_hooks for child in model.module.modules()):  # they may rename
         return None
     unexpected = [name for name in pending.state_dict if name != PARTIAL_KEY and name not in _named_state(model.module)]
@@ -298,6 +298,11 @@ def _early_refusal(rt: Runtime, model: StatefulModel, pending: PendingState) -> 
         return None
     name = type(model.module).__name__
     return CheckpointError(f"The state dict does not fit {name}:\n  unexpected: {_some(unexpected)}")
+
+
+def may_rename(rt: Runtime, model: StatefulModel) -> bool:
+    """Whether a module of a model that is not partitioned yet will be replaced: its names may be others then."""
+    return rt.tp_size > 1 or any(mark is not None and mark.enabled for mark in map(mark_of, model.module.modules()))
 
 
 def apply_pending(model: StatefulModel) -> None:

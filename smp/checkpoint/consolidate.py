@@ -26,7 +26,6 @@ from smp.tp.origin import Origin
 TORCH_ENDINGS = (".pt", ".pth", ".bin")
 SAFETENSORS = ".safetensors"
 SHARD_BYTES = 5 * 10**9
-_PARTIAL_KEY = "_smp_is_partial"
 _INDEX = "model.safetensors.index.json"
 
 
@@ -53,6 +52,8 @@ def weights(checkpoint: Checkpoint, dtype: torch.dtype | None = None, masters: b
     preferred = set(checkpoint.sources("master")) if masters else set()
     promises: dict[str, Promise] = {}
     for source in checkpoint.sources("model"):
+        if not checkpoint.stored("model", source)[0].record:
+            continue
         kind: Kind = "master" if source in preferred else "model"
         stored = getattr(torch, checkpoint.stored(kind, source)[0].dtype)
         wanted = dtype if dtype is not None and stored.is_floating_point else stored
@@ -114,11 +115,7 @@ def consolidate(
 
 def _plain_values(checkpoint: Checkpoint) -> dict[str, Any]:
     """What `get_extra_state` of modules has put beside the tensors."""
-    values: dict[str, Any] = {}
-    for name in dict.fromkeys(stored.file for stored in checkpoint.tensors("model")):
-        state = checkpoint.load(name)
-        values.update({k: v for k, v in state.items() if not isinstance(v, Tensor) and k != _PARTIAL_KEY})
-    return values
+    return {stored.name: checkpoint.value(stored) for stored in checkpoint.tensors("model") if not stored.record}
 
 
 def _write_directory(out: Path, promises: Mapping[str, Promise], shard_bytes: int) -> list[Path]:

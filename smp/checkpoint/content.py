@@ -169,7 +169,7 @@ def _model_values(obj: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def _master_values(obj: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    return ((name, "", value) for name, value in obj["masters"].items())
+    return ((name, "", value) for name, value in obj.get("masters", obj.get(MASTERS_KEY, {})).items())
 
 
 def _optimizer_values(obj: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:

@@ -6,7 +6,8 @@ from math import prod
 from pathlib import Path
 from time import localtime, strftime
 
-from smp.checkpoint.found import Found, newest_in
+from smp.checkpoint.finder import newest_in
+from smp.checkpoint.found import Found
 from smp.checkpoint.layout import Degrees
 from smp.checkpoint.manifest import Kind, Manifest
 from smp.checkpoint.reader import Checkpoint

@@ -87,7 +87,7 @@ def _find_tag(path: Path, tag: str, partial: bool) -> Found | None:
     target = path / f"{tag}_partial"
     if not partial:
         whole = path / tag
-        present = whole.is_file() or journal_of(whole).is_file() or _stand_in(whole) is not None
+        present = whole.is_file() or journal_of(whole).is_file() or stand_in(whole) is not None
         return Found(Style.FULL, whole, tag) if present else None
     for place in (aside(target, WRITING), target, aside(target, REPLACED)):  # a save cut short while it renamed
         if is_complete(place):
@@ -99,7 +99,7 @@ def _find_tag(path: Path, tag: str, partial: bool) -> Found | None:
     return None
 
 
-def _stand_in(whole: Path) -> Path | None:
+def stand_in(whole: Path) -> Path | None:
     """What lies beside a file that is missing, with the same values: Hugging Face's trainer writes one or the other."""
     safe = whole.parent / "model.safetensors"
     return safe if whole.name == "pytorch_model.bin" and not whole.exists() and safe.is_file() else None

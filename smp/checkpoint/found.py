@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from smp.checkpoint.finder import newest_in
 from smp.checkpoint.manifest import NAME
 from smp.checkpoint.reader import Checkpoint, manifest_path
+from smp.checkpoint.writer import NEWEST, REMOVING, REPLACED, WRITING
 from smp.errors import CheckpointError
-
-_NEWEST = "newest"
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def checkpoints_in(directory: Path) -> list[Found]:
     """All there are, the oldest first; then those that cannot be opened, and what unfinished saves have left."""
     full = [path.parent / path.name.removesuffix(f".{NAME}") for path in directory.glob(f"*.{NAME}")]
     partial = [path for path in directory.iterdir() if path.is_dir() and path.name.endswith("_partial")]
-    left = [path for path in directory.glob(".*_partial.*") if path.is_dir()]
+    left = [path for state in (WRITING, REPLACED, REMOVING) for path in directory.glob(f".*.{state}")]
     opened = [Found.at(path) for path in sorted([*full, *partial])]
     unfinished = [Found(path, None, "left by a save that was cut short") for path in sorted(left)]
     return sorted(opened, key=_age) + unfinished
@@ -51,16 +51,6 @@ def checkpoints_in(directory: Path) -> list[Found]:
 
 def _age(found: Found) -> float:
     return float("inf") if found.checkpoint is None else found.checkpoint.manifest.written
-
-
-def newest_in(directory: Path) -> Path | None:
-    """The checkpoint that `newest` names."""
-    pointer = directory / _NEWEST
-    try:
-        name = pointer.read_text().strip()
-    except OSError:
-        return None
-    return next((path for path in (directory / f"{name}_partial", directory / name) if name and path.exists()), None)
 
 
 def single(path: Path) -> Checkpoint:
@@ -72,7 +62,7 @@ def single(path: Path) -> Checkpoint:
     if path.exists() and not is_checkpoint(path):
         newest = newest_in(path)
         if newest is None:
-            raise CheckpointError(f"{path} holds no file `{_NEWEST}`: {_listed(checkpoints_in(path))}")
+            raise CheckpointError(f"{path} holds no file `{NEWEST}`: {_listed(checkpoints_in(path))}")
         path = newest
     return Checkpoint.open(path)
 

@@ -22,6 +22,7 @@ from smp.checkpoint.reader import Checkpoint, traffic
 from smp.checkpoint.slices import Copy
 from smp.dp import optimizer_state
 from smp.errors import CheckpointError
+from smp.fp16.optimizer import SCALER_KEY
 from smp.model_state import entries_of
 from smp.runtime import Runtime
 from smp.tp.origin import Origin, origins
@@ -55,7 +56,11 @@ class PartialLoad:
         Raises:
             CheckpointError: the checkpoint is damaged, or does not fit.
         """
-        manifest = self._checkpoint.manifest
+        self.check_fit()
+        self.verify()
+
+    def check_fit(self) -> None:
+        """Names and shapes."""
         known = origins(self._rt.model.module)
         problems = list(self._shape_problems(known))
         if self._has("model") and self._options.strict:
@@ -68,6 +73,10 @@ class PartialLoad:
         if problems:
             name = type(self._rt.model.module).__name__
             raise CheckpointError(f"{self._checkpoint.path} does not fit {name}:\n  " + "\n  ".join(problems))
+
+    def verify(self) -> None:
+        """This rank's share of the checksums."""
+        manifest = self._checkpoint.manifest
         kinds: tuple[Kind, ...] = ("model", "master", "optimizer") if self._wants_optimizer() else ("model", "master")
         share = share_of(
             list(self._checkpoint.records(kinds)),
@@ -164,7 +173,10 @@ class PartialLoad:
         return values
 
     def _scaler(self) -> Any:
-        names = [name for name in self._checkpoint.manifest.files if name.startswith("fp16_states")]
+        manifest = self._checkpoint.manifest
+        if manifest.full:
+            return self._checkpoint.load(f"optimizer_{manifest.tag}").get(SCALER_KEY)
+        names = [name for name in manifest.files if name.startswith("fp16_states")]
         return self._checkpoint.load(names[0])["scaler"] if names else None
 
 

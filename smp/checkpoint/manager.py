@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial as bind
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
 from smp import log, runtime
-from smp.checkpoint import background, old, writer
+from smp.checkpoint import background, full, old, writer
 from smp.checkpoint.agreement import Agreement, Waiter
 from smp.checkpoint.content import USER_CONTENT, Content, collect, merge, place_of
 from smp.checkpoint.finder import Found, Style, find
@@ -25,12 +25,10 @@ from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.random_state import saved_random_state
 from smp.checkpoint.reader import Checkpoint
 from smp.checkpoint.safe_load import serialize
-from smp.comm.entry import enter_collective, raise_alike
+from smp.comm.entry import enter_collective, together
 from smp.errors import CheckpointError, SmpError, UsageError
 from smp.runtime import Runtime
 from smp.topology import CommGroup
-
-Result = TypeVar("Result")
 
 _RESUME_ADVICE = "Call smp.resume_from_checkpoint on all ranks, under no condition: each reads what it needs."
 _SAVE_ADVICE = "Call smp.save_checkpoint on all ranks, under no condition: each decides by itself what it writes."
@@ -79,10 +77,16 @@ def save_checkpoint(
     called = (os.fspath(path), tag, partial, model is None, optimizer is None, num_kept_partial_checkpoints, blocking)
     _same_everywhere(rt, "smp.save_checkpoint", called)
     _check_save(rt, tag, model, optimizer, num_kept_partial_checkpoints)
+    if not (partial or blocking):
+        raise UsageError("blocking=False is for partial checkpoints: leave it out, or save with partial=True")
     save_id = rt.transport.broadcast_object(secrets.token_hex(8), rt.group(CommGroup.WORLD), 0)
+    if not partial:
+        serialized = together(rt, lambda: _serialized(rt, user_content))
+        full.save(rt, Path(path), tag, model, optimizer, serialized, translate_if_full, save_id)
+        return
     target = Path(path) / f"{tag}_partial"
-    content = _together(rt, lambda: _collect(rt, tag, save_id, model, optimizer, user_content, blocking))
-    _together(rt, lambda: writer.prepare(target) if rt.rank == 0 else None)
+    content = together(rt, lambda: _collect(rt, tag, save_id, model, optimizer, user_content, blocking))
+    together(rt, lambda: writer.prepare(target) if rt.rank == 0 else None)
     save = _PartialSave(target, content, num_kept_partial_checkpoints, rt.rank, rt.size)
     agreement = Agreement(rt.world.store, rt.rank, rt.size, save_id)
     if blocking:
@@ -137,7 +141,7 @@ def resume_from_checkpoint(
     _same_everywhere(rt, "smp.resume_from_checkpoint", called)
     if rt.model is None:
         raise UsageError("smp.resume_from_checkpoint needs the DistributedModel: make it first")
-    found = _together(rt, lambda: find(Path(path), tag, partial) if rt.rank == 0 else None)
+    found = together(rt, lambda: find(Path(path), tag, partial) if rt.rank == 0 else None)
     found = rt.transport.broadcast_object(found, rt.group(CommGroup.WORLD), 0)
     for note in found.notes:
         log.warn_rank0("smp.resume_from_checkpoint: %s", note)
@@ -147,21 +151,27 @@ def resume_from_checkpoint(
         log.warn_rank0("resume_from_checkpoint: there is no DistributedOptimizer (yet), so its state is not loaded")
     if found.style is Style.PARTIAL:
         return _resume_partial(rt, found, options)
+    if found.style is Style.FULL:
+        load = full.FullLoad(rt, found.path, options, translate_function)
+        together(rt, load.check)
+        user_content = together(rt, load.user_content)
+        load.apply()
+        return user_content
     return old.resume(rt, found, options)
 
 
 def _resume_partial(rt: Runtime, found: Found, options: Options) -> Any:
-    checkpoint = _together(rt, lambda: Checkpoint.open(found.path))
+    checkpoint = together(rt, lambda: Checkpoint.open(found.path))
     load = PartialLoad(rt, checkpoint, options)
 
     def check() -> tuple[Any, Callable[[], None]]:
         load.check()
         return checkpoint.load(USER_CONTENT), saved_random_state(checkpoint, place_of(rt))
 
-    user_content, restore_random = _together(rt, check)
+    user_content, restore_random = together(rt, check)
 
     def apply() -> None:
-        apply_values = _together(rt, load.plan)
+        apply_values = together(rt, load.plan)
         apply_values()
         checkpoint.close()
 
@@ -215,28 +225,20 @@ def _check_save(rt: Runtime, tag: str, model: Any, optimizer: Any, num_kept: int
         raise UsageError(f"num_kept_partial_checkpoints is {num_kept!r}; it must be a whole number from 1, or None")
 
 
-def _together(rt: Runtime, work: Callable[[], Result]) -> Result:
-    """What `work` returns; where it fails on one rank, all raise."""
-    result: Result | None = None
-    error: Exception | None = None
-    try:
-        result = work()
-    except Exception as caught:  # whatever it is, the other ranks must hear of it
-        error = caught
-    raise_alike(rt, rt.group(CommGroup.WORLD), error)
-    return result  # type: ignore[return-value]
-
-
 def _collect(
     rt: Runtime, tag: str, save_id: str, model: Any, optimizer: Any, user_content: Any, blocking: bool
 ) -> Content:
-    serialized = writer.Serialized(serialize(user_content, "user_content")) if rt.rank == 0 else None
+    serialized = _serialized(rt, user_content)
     if blocking:
         return collect(rt, tag, save_id, model, optimizer, serialized, _to_host)
     background.copies.begin()
     content = collect(rt, tag, save_id, model, optimizer, serialized, background.copies.copy)
     background.copies.finish(rt.device)
     return content
+
+
+def _serialized(rt: Runtime, user_content: Any) -> writer.Serialized | None:
+    return writer.Serialized(serialize(user_content, "user_content")) if rt.rank == 0 else None
 
 
 def _to_host(tensor: Tensor) -> Tensor:

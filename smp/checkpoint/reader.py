@@ -27,6 +27,7 @@ from smp.checkpoint.manifest import Kind, Manifest, StoredTensor
 from smp.checkpoint.safe_load import load_file
 from smp.checkpoint.slices import Box, Copy, plan_copies
 from smp.checkpoint.writer import WRITING, aside, journal_of
+from smp.dp.optimizer_state import MASTERS_KEY
 from smp.errors import CheckpointError
 from smp.tp.origin import Block, Origin
 
@@ -156,6 +157,10 @@ class Checkpoint:
             self._objects[name] = load_file(str(self.file(name)), "cpu", mmap=True)
         return self._objects[name]
 
+    def hold(self, name: str, obj: Any) -> None:
+        """Takes `obj` for what is in a file that need not be read again."""
+        self._objects[name] = obj
+
     def close(self) -> None:
         """Lets go of the files."""
         self._objects.clear()
@@ -181,7 +186,7 @@ class Checkpoint:
         if stored.kind == "model":
             return obj[stored.name]
         if stored.kind == "master":
-            return obj["masters"][stored.name]
+            return (obj[MASTERS_KEY] if self.manifest.full else obj["masters"])[stored.name]
         if stored.file not in self._positions:
             self._positions[stored.file] = {
                 name: position

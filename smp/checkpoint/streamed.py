@@ -31,7 +31,7 @@ from smp.errors import CheckpointError
 _ALIGNMENT = 64
 _LOCAL_HEADER = 30  # bytes before the name of a record
 _LONG_FORM = 20  # bytes of a field for sizes, where zipfile finds them large
-_SAFETENSORS = {
+SAFETENSORS_NAMES = {  # of types
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -195,11 +195,11 @@ def write_safetensors(out: IO[bytes], promises: Mapping[str, Promise]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, promise in promises.items():
-        if promise.dtype not in _SAFETENSORS:
+        if promise.dtype not in SAFETENSORS_NAMES:
             raise CheckpointError(f"{name} has dtype {promise.dtype}, which safetensors files cannot hold")
         begin, end = end, end + promise.nbytes
         header[name] = {
-            "dtype": _SAFETENSORS[promise.dtype],
+            "dtype": SAFETENSORS_NAMES[promise.dtype],
             "shape": list(promise.shape),
             "data_offsets": [begin, end],
         }

@@ -17,15 +17,18 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from smp.errors import CheckpointError, CommError
+from smp.topology import CommGroup
 
 if TYPE_CHECKING:
     from smp.groups import Group
     from smp.runtime import Runtime
 
 _DEFAULT_TIMEOUT = 15.0
+
+Result = TypeVar("Result")
 
 
 class Store(Protocol):
@@ -157,6 +160,18 @@ def raise_alike(rt: "Runtime", group: "Group", error: Exception | None) -> None:
     if by_message:
         lines = [f"{_ranks(ranks)}: {message}" for message, ranks in by_message.items()]
         raise CheckpointError("\n".join(lines)) from error
+
+
+def together(rt: "Runtime", work: Callable[[], Result]) -> Result:
+    """What `work` returns on this rank; where it fails on one, all raise as `raise_alike` does. Collective over all."""
+    result: Result | None = None
+    error: Exception | None = None
+    try:
+        result = work()
+    except Exception as caught:  # whatever it is, the other ranks must hear of it
+        error = caught
+    raise_alike(rt, rt.group(CommGroup.WORLD), error)
+    return result  # type: ignore[return-value]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

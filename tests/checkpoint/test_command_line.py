@@ -17,7 +17,7 @@ from smp.checkpoint import consolidate as consolidation
 from smp.checkpoint.__main__ import main
 from smp.checkpoint.reader import Checkpoint
 from smp.checkpoint.streamed import Promise, write_torch
-from tests.checkpoint.handmade import TIED, save, user_state
+from tests.checkpoint.tiny_model import TIED, save, user_state
 from tests.harness import ROOT
 from tests.test_state_dict import LiveBytes
 

@@ -91,6 +91,12 @@ def save(
         torch.save(obj, directory / file)
         files[file] = file_entry(directory / file, place)
         what: Any = kind
+        if kind == "model":
+            stored.extend(
+                StoredTensor("model", name, "", "object", (), file, "", Origin.whole(name, ()).blocks, False)
+                for name in (extra or {})
+                if place == Place(0, 0, 0)
+            )
         stored.extend(
             StoredTensor(
                 *(what, name, key, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), file),
