@@ -3,6 +3,7 @@
     python examples/train_gpt.py                                               # one process
     mpirun -np 4 python examples/train_gpt.py --tensor 2 --pipeline 2          # four: 2 x 2
     mpirun -np 4 python examples/train_gpt.py --tensor 2 --pipeline 2 --resume # goes on where the last run stopped
+    mpirun -np 4 python examples/train_gpt.py --pipeline 4 --resume --bf16     # ... on other degrees, in half precision
 
 The model and the loop are plain PyTorch; what `smp` adds is marked by the name. With `--tensor` the model is replaced
 as a whole by the language model of `smp.nn`, which starts with its weights and sends less than layers that are split
@@ -13,7 +14,6 @@ of degrees trains the same model on the same batches.
 import argparse
 import json
 import math
-import shutil
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -198,50 +198,6 @@ def sample(model: nn.Module, prompt: str, length: int, args: argparse.Namespace)
     return bytes(text).decode(errors="replace")
 
 
-class Checkpoints:
-    """Directories `step_N` under `root`, each with one model and one optimizer file per stage and tensor-parallel part.
-
-    `newest` names the last complete one: it is written after all files are there, so that a job killed while saving
-    goes on from the one before.
-    """
-
-    def __init__(self, root: Path, keep: int) -> None:
-        self.root, self.keep = root, keep
-
-    def save(self, model: Any, optimizer: Any, content: dict[str, Any]) -> None:
-        folder = self.root / f"step_{content['step']}"
-        if smp.rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-        smp.barrier()
-        if smp.rdp_rank() == 0:  # replicas hold the same state
-            smp.save(model.local_state_dict(), folder / "model.pt", partial=True)
-            smp.save(optimizer.local_state_dict(), folder / "optimizer.pt", partial=True)
-        if smp.rank() == 0:
-            smp.save(content, folder / "content.pt", partial=False)
-        smp.barrier()
-        if smp.rank() == 0:
-            marker = self.root / "newest.tmp"
-            marker.write_text(folder.name)
-            marker.rename(self.root / "newest")
-            earlier = [step for step in self.steps() if step < content["step"]]
-            for old in earlier[: max(0, len(earlier) + 1 - self.keep)]:
-                shutil.rmtree(self.root / f"step_{old}")
-
-    def load(self, model: Any, optimizer: Any, step: int | None) -> dict[str, Any]:
-        """Restores model and optimizer and returns the rest of the state."""
-        newest = self.root / "newest"
-        if step is None and not newest.exists():
-            raise SystemExit(f"{self.root} holds no complete checkpoint to resume from")
-        folder = self.root / (f"step_{step}" if step is not None else newest.read_text())
-        model.load_state_dict(smp.load(folder / "model.pt", partial=True))
-        optimizer.load_state_dict(smp.load(folder / "optimizer.pt", partial=True))
-        return smp.load(folder / "content.pt", partial=False)
-
-    def steps(self) -> list[int]:
-        """The steps that were saved and are still kept, ascending."""
-        return sorted(int(path.name.removeprefix("step_")) for path in self.root.glob("step_*"))
-
-
 def show_partition(model: Any, optimizer: Any = None) -> None:
     """Prints which modules, and how many parameters, each rank holds."""
     parts: dict[str, int] = {}
@@ -279,7 +235,15 @@ def build(args: argparse.Namespace) -> tuple[Any, Any]:
     model = smp.DistributedModel(model)
     model.register_post_partition_hook(show_partition)
     adam = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    return model, smp.DistributedOptimizer(adam)
+    scale = {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 2.0**16, "scale_window": 100}}
+    return model, smp.DistributedOptimizer(adam, **(scale if args.fp16 else {}))
+
+
+def state_of_training(optimizer: Any, norm: float, args: argparse.Namespace) -> str:
+    """What the progress bar says about the last update."""
+    skipped = ", skipped" if optimizer.step_was_skipped else ""
+    scale = f", loss scale {optimizer.loss_scale:g}" if args.fp16 else ""
+    return f"gradient norm {norm:.2f}{skipped}{scale}"
 
 
 def train(args: argparse.Namespace) -> None:
@@ -289,13 +253,13 @@ def train(args: argparse.Namespace) -> None:
         raise SystemExit(f"--batch {args.batch} cannot be divided among the {smp.dp_size()} ranks of each stage")
     model, optimizer = build(args)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, args))
-    checkpoints = Checkpoints(args.out, args.keep)
 
-    # Since the beginning, over resumes: loss and learning rate of every step, and (step, validation loss).
-    history: dict[str, list[Any]] = {"losses": [], "rates": [], "validation": []}
+    # Since the beginning, over resumes: of every step loss, gradient norm and learning rate; (step, validation loss).
+    history: dict[str, list[Any]] = {"losses": [], "norms": [], "rates": [], "validation": []}
     position = 0  # how many blocks of text were used
     if args.resume or args.resume_step is not None:
-        content = checkpoints.load(model, optimizer, args.resume_step)
+        tag = None if args.resume_step is None else f"step_{args.resume_step}"
+        content = smp.resume_from_checkpoint(args.out, tag)  # whatever the degrees, or the precision, were
         history, position = content["history"], content["position"]
         scheduler.load_state_dict(content["scheduler"])
     first, last = len(history["losses"]), min(args.steps, args.stop_at or args.steps)
@@ -312,14 +276,15 @@ def train(args: argparse.Namespace) -> None:
     for step, bar in progress(first, last):
         optimizer.zero_grad()
         loss = train_step(model, *own_part(text.batch(position, args.batch))).reduce_mean()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        history["norms"].append(optimizer.clip_master_grads(args.clip))
         history["rates"].append(scheduler.get_last_lr()[0])
         optimizer.step()
         scheduler.step()
         position += args.batch
         history["losses"].append(mean_over_replicas(loss))
         speed = (step + 1 - first) * args.batch * args.context / (time.monotonic() - start)
-        bar.set_postfix_str(f"loss {history['losses'][-1]:.3f}, {speed:,.0f} tokens/s", refresh=False)
+        state = state_of_training(optimizer, history["norms"][-1], args)
+        bar.set_postfix_str(f"loss {history['losses'][-1]:.3f}, {state}, {speed:,.0f} tokens/s", refresh=False)
         if (step + 1) % args.validate_every == 0 or step + 1 == args.steps:
             found = validate(model, validation, args)
             history["validation"].append((step + 1, found))
@@ -330,8 +295,13 @@ def train(args: argparse.Namespace) -> None:
                     f"entropy of {entropy:.3f}"
                 )
         if (step + 1) % args.save_every == 0 or step + 1 == last:
-            content = {"step": step + 1, "history": history, "position": position, "scheduler": scheduler.state_dict()}
-            checkpoints.save(model, optimizer, content)
+            smp.save_checkpoint(
+                *(args.out, f"step_{step + 1}"),
+                model=model,
+                optimizer=optimizer,
+                user_content={"history": history, "position": position, "scheduler": scheduler.state_dict()},
+                num_kept_partial_checkpoints=args.keep,
+            )
     if smp.rank() == 0:
         args.out.mkdir(parents=True, exist_ok=True)
         report = {**history, "position": position, "unigram_entropy": entropy}
@@ -353,16 +323,21 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--heads", type=int, default=4)
     add("--context", type=int, default=128, help="bytes the model sees")
     add("--batch", type=int, default=16, help="blocks of text per step, over all replicas")
-    add("--steps", type=int, default=260)
+    add("--steps", type=int, default=240)
     add("--stop-at", type=int, metavar="STEP", help="end the run early, with the learning rates of a full one")
     add("--lr", type=float, default=4e-3)
+    add("--clip", type=float, default=1.0, metavar="NORM", help="largest norm of the gradient of the whole model")
+    precision = parser.add_mutually_exclusive_group()
+    precision.add_argument("--fp16", action="store_true", help="compute in float16, with a dynamic loss scale")
+    precision.add_argument("--bf16", action="store_true", help="compute in bfloat16")
+    add("--shard-optimizer-state", action="store_true", help="each replica keeps a part of the optimizer's state")
     add("--seed", type=int, default=1)
     add("--data", type=Path, metavar="PATH", help="a folder of text files (default: Python's standard library)")
     add("--out", type=Path, default=Path("runs/gpt"), metavar="PATH", help="where checkpoints and losses go")
     add("--report", type=Path, metavar="PATH", help="where losses and rates go (default: report.json under --out)")
-    add("--save-every", type=int, default=65, metavar="STEPS")
+    add("--save-every", type=int, default=60, metavar="STEPS")
     add("--keep", type=int, default=3, metavar="N", help="checkpoints to keep")
-    add("--validate-every", type=int, default=130, metavar="STEPS")
+    add("--validate-every", type=int, default=120, metavar="STEPS")
     add("--validation-batches", type=int, default=8, metavar="N")
     add("--resume", action="store_true", help="go on from the newest checkpoint under --out")
     add("--resume-step", type=int, metavar="STEP", help="go on from this checkpoint instead")
@@ -378,6 +353,9 @@ def main() -> None:
             "tensor_parallel_degree": args.tensor,
             "microbatches": args.microbatches,
             "ddp": True,
+            "fp16": args.fp16,
+            "bf16": args.bf16,
+            "shard_optimizer_state": args.shard_optimizer_state,
         }
     )
     train(args)

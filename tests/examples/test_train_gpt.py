@@ -37,9 +37,16 @@ def load_example(name: str = "train_gpt") -> ModuleType:
     return module
 
 
-def config_of(grid: str) -> dict[str, Any]:
+def config_of(args: Any) -> dict[str, Any]:
+    degrees = {"tensor_parallel_degree": args.tensor, "pipeline_parallel_degree": args.pipeline}
+    precision = {"fp16": args.fp16, "bf16": args.bf16}
+    return {**degrees, **precision, "shard_optimizer_state": args.shard_optimizer_state, "microbatches": 2, "ddp": True}
+
+
+def arguments_of(grid: str, text: Path, out: Path, *more: str) -> list[str]:
     _, tensor, pipeline = GRIDS[grid]
-    return {"tensor_parallel_degree": tensor, "pipeline_parallel_degree": pipeline, "microbatches": 2, "ddp": True}
+    paths = ["--data", str(text), "--out", str(out)]
+    return [*SIZES, *SCHEDULE, *paths, "--tensor", str(tensor), "--pipeline", str(pipeline), *more]
 
 
 @contextmanager
@@ -72,10 +79,10 @@ def plain_losses(example: ModuleType, args: Any) -> list[float]:
     return losses
 
 
-def train_fresh(example: ModuleType, grid: str, args: Any) -> dict[str, Any]:
+def train_fresh(example: ModuleType, args: Any) -> dict[str, Any]:
     """One run as a process of its own would do it; the report that rank 0 wrote, on every rank."""
     runtime.reset()
-    smp.init(config_of(grid))
+    smp.init(config_of(args))
     example.train(args)
     smp.barrier()
     return dict(json.loads((args.out / "report.json").read_text()))
@@ -99,15 +106,35 @@ def test_example_trains_like_one_plain_process_and_resumes_exactly(
     """A failure means that the demo would train another model than its plain code, or that a killed job would not go
     on as it would have without the kill."""
     example = load_example()
-    _, tensor, pipeline = GRIDS[grid]
-    out = ["--data", str(text_folder), "--out", str(tmp_path / "out")]
-    args = example.parse([*SIZES, *SCHEDULE, *out, "--tensor", str(tensor), "--pipeline", str(pipeline)])
+    args = example.parse(arguments_of(grid, text_folder, tmp_path / "out"))
     with float64():
-        whole = train_fresh(example, grid, args)
+        whole = train_fresh(example, args)
         expected = plain_losses(example, args)
         torch.testing.assert_close(torch.tensor(whole["losses"]), torch.tensor(expected), rtol=1e-9, atol=0)
-        assert example.Checkpoints(args.out, args.keep).steps() == [4, 6]
+        assert sorted(path.name for path in args.out.glob("step_*")) == ["step_4_partial", "step_6_partial"]
         smp.barrier()
 
         args.resume_step = 4
-        assert train_fresh(example, grid, args) == whole
+        assert train_fresh(example, args) == whole
+
+
+@on_ranks(4, timeout=120)
+def test_example_goes_on_on_other_degrees_and_in_half_precision(text_folder: Path, tmp_path: Path) -> None:
+    """From a checkpoint of 2 tensor parts x 2 stages: the losses that would have followed, on the grid of the demo but
+    for rounding, and, resumed once more from there, exactly."""
+    example = load_example()
+
+    def run(grid: str, *more: str) -> dict[str, Any]:
+        return train_fresh(example, example.parse(arguments_of(grid, text_folder, tmp_path / "out", *more)))
+
+    with float64():
+        whole = run("tp2-pp2")
+        for step, grid in ((4, "rdp2-pp2"), (4, "tp4")):  # the second one from what the first one left
+            other = run(grid, "--resume-step", str(step), "--shard-optimizer-state")
+            torch.testing.assert_close(torch.tensor(other["losses"]), torch.tensor(whole["losses"]), rtol=1e-9, atol=0)
+            assert other["rates"] == whole["rates"]
+        smp.barrier()
+    half = run("tp2-pp2", "--resume-step", "4", "--bf16")
+    torch.testing.assert_close(torch.tensor(half["losses"]), torch.tensor(whole["losses"]), rtol=2e-2, atol=0)
+    scaled = run("tp2-pp2", "--resume-step", "6", "--steps", "8", "--fp16")
+    assert run("tp2-pp2", "--resume-step", "6", "--steps", "8", "--fp16") == scaled
