@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Adafactor, Muon, Optimizer
 
 from smp import grad_norm, log, runtime
 from smp.comm.entry import enter_collective
@@ -19,6 +19,7 @@ from smp.fp16.gradients import HALF
 from smp.fp16.optimizer import MASTERS_KEY, SCALER_KEY, FP16_Optimizer
 from smp.topology import CommGroup
 from smp.tp.carry import is_merged
+from smp.tp.shard import spec_of
 
 _STATE_DICT_ADVICE = (
     "Call optimizer.state_dict() on all ranks, or under `if smp.rdp_rank() == 0` (without tensor parallelism also "
@@ -47,8 +48,12 @@ class DistributedOptimizer(FP16_Optimizer):
     for. Otherwise there are no masters and the loss scale is 1.
 
     Args:
-        optimizer: any torch optimizer whose update is elementwise per parameter (SGD, Adam and their kind).
+        optimizer: any torch optimizer whose update is elementwise per parameter (SGD, Adam and their kind), and those
+            of `smp.optimizers`. Adafactor and Muon need whole parameters, LBFGS the whole model on a rank.
         static_loss_scale, dynamic_loss_scale, dynamic_loss_args: see `FP16_Optimizer`; no effect in full precision.
+
+    Raises:
+        UsageError: here or at partition, on every rank: `optimizer` cannot work on the parts that ranks hold.
     """
 
     _is_accelerate_prepared = True  # accelerate does not wrap it once more
@@ -194,6 +199,7 @@ class DistributedOptimizer(FP16_Optimizer):
 
     def _take_local(self, local_parameters: Iterable[Tensor]) -> None:
         """From all parameters given to those that the inner optimizer updates on this rank."""
+        _refuse_parts(self.optimizer)
         self._drop_foreign(local_parameters)
         ownership = self._ownership
         if ownership is not None:
@@ -378,3 +384,21 @@ class DistributedOptimizer(FP16_Optimizer):
             order = [name for name, _ in rt.model.module.named_parameters()] if rt.model is not None else []
             self._layout = optimizer_state.merge_layouts(layouts, order)
         return self._layout
+
+
+def _refuse_parts(optimizer: Optimizer) -> None:
+    """Refuses an optimizer that needs more of the model at once than a rank has; on every rank alike."""
+    rt, name = runtime.get(), type(optimizer).__name__
+    instead = "Use an optimizer that works element by element (AdamW), or smp.optimizers.FusedLAMB or FusedNovoGrad"
+    if isinstance(optimizer, LBFGS) and (rt.mp_size > 1 or getattr(rt.model, "ownership", None) is not None):
+        raise UsageError(
+            f"{name} takes products over all parameters of the model, of which a rank of this job updates only some. "
+            f"{instead}"
+        )
+    if isinstance(optimizer, Adafactor | Muon):
+        cut = next((key for key, p in rt.model.module.named_parameters() if spec_of(p) and p.requires_grad), None)
+        if cut is not None:
+            raise UsageError(
+                f"{name} needs whole parameters, for norms or products of matrices, and '{cut}' is cut over the "
+                f"tensor-parallel group. {instead}, or leave such layers whole"
+            )
