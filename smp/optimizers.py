@@ -153,12 +153,21 @@ class FusedLAMB(_Layerwise):
             return [None] * len(members)
         entries = [(param, param.grad) for params in members for param in params if param.grad is not None]
         rt = _runtime()
-        if rt is not None:
+        if rt is not None and self._trains_the_model(rt):
             norm = grad_norm.global_norm(rt, entries)
         else:
             norm = torch.nn.utils.get_total_norm([grad for _, grad in entries])
         limits = [group["max_grad_norm"] for group in self.param_groups]
         return [(limit / norm).clamp(max=1.0) if limit > 0 else None for limit in limits]
+
+    def _trains_the_model(self, rt: Runtime) -> bool:
+        """Whether its parameters are those of the DistributedModel, or masters of these; with none, they are
+        elsewhere."""
+        if rt.optimizer is not None and rt.optimizer.optimizer is self:
+            return True
+        params = [param for group in self.param_groups for param in group["params"]]
+        of_model = {id(param) for param in rt.model.module.parameters()}
+        return not params or any(id(param) in of_model for param in params)
 
     def _directions(self, group: dict[str, Any], params: list[Tensor], scale: Tensor | None) -> list[Tensor]:
         """The steps before they are scaled, in memory of their own."""
