@@ -65,8 +65,8 @@ def write_files(
     written = {}
     for name, obj in objects.items():
         path = directory / name
-        on_step(f"write {name}")
         try:
+            on_step(f"write {name}")
             with path.open("wb") as out:
                 if isinstance(obj, Serialized):
                     out.write(obj.data)

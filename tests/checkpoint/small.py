@@ -1,9 +1,10 @@
 """A small job on any degrees, in the test world's own processes, one after another."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import smp
 from smp import runtime
@@ -22,11 +23,19 @@ def grid(pp: int = 1, tp: int = 1, microbatches: int = 2, **config: Any) -> dict
 class Job:
     """A model from random weights, its optimizer (two groups), and steps on batches that any degrees share."""
 
-    def __init__(self, config: dict[str, Any], dtype: torch.dtype | None = torch.float64, lr: float = 0.01) -> None:
+    def __init__(
+        self,
+        config: dict[str, Any],
+        dtype: torch.dtype | None = torch.float64,
+        lr: float = 0.01,
+        scale: float = 1.0,
+        change: Callable[[nn.Module], None] = lambda module: None,
+    ) -> None:
         runtime.reset()
         smp.init(config)
         self.dtype = dtype
         module = build(SHAPE, dtype, seed=int(torch.randint(1 << 30, ())))
+        change(module)
         split_everything(module)
         for path, stage in SHAPE.stages(config["pipeline_parallel_degree"]).items():
             smp.set_partition(module.get_submodule(path), stage)
@@ -36,7 +45,7 @@ class Job:
             {"params": [p for name, p in named if "weight" in name], "weight_decay": 0.1},
             {"params": [p for name, p in named if "weight" not in name], "weight_decay": 0.0, "lr": lr / 2},
         ]
-        self.optimizer = smp.DistributedOptimizer(torch.optim.AdamW(groups, lr=lr))
+        self.optimizer = smp.DistributedOptimizer(torch.optim.AdamW(groups, lr=lr), static_loss_scale=scale)
 
         @smp.step
         def train(batch: dict[str, Any]) -> Tensor:

@@ -59,7 +59,7 @@ def damage(path, how):
     if how == "cut":
         path.write_bytes(whole[: len(whole) // 2])
     elif how == "bit":
-        whole[whole.index(b"layer.w")] ^= 4  # in what is unpickled
+        whole[whole.index(b"_smp_")] ^= 4  # in what is unpickled
         path.write_bytes(whole)
     elif how == "missing":
         path.unlink()
