@@ -207,9 +207,9 @@ class DistributedOptimizer(FP16_Optimizer):
         self._is_local = True
         if self.loss_scaler is not None:
             self._masters.install(self.optimizer)
-            for half, master in self._masters.pairs():
+            for half in self._masters.halves:
                 if id(half) in self._loaded:
-                    self._masters.set(master, self._loaded[id(half)])
+                    self._masters.take(half, self._loaded[id(half)])
             self._loaded = {}
 
     def _drop_foreign(self, local_parameters: Iterable[Tensor]) -> None:
@@ -240,7 +240,7 @@ class DistributedOptimizer(FP16_Optimizer):
                 part = optimizer_state.gather_stage(rt, self.optimizer, names, self._of_stage())
             else:
                 part = optimizer_state.partial_state_dict(self.optimizer, names)
-        return self._with_precision(part)
+            return self._with_precision(part)
 
     def state_dict(self, gather_to_rank0: bool = False) -> dict[str, Any]:
         """The whole optimizer's state, on every rank, in host memory; with `gather_to_rank0` ranks other than 0 get {}.
@@ -296,6 +296,9 @@ class DistributedOptimizer(FP16_Optimizer):
             )
         self.optimizer.load_state_dict(local)
         self._masters.from_state(self.optimizer)
+        if self._ownership is not None and MASTERS_KEY in state_dict:
+            self._ownership.gather(self._shared())  # the others' rounded masters
+            self._masters.note_versions()
         self.load_scaler_state(state_dict.get(SCALER_KEY, {}))
 
     def _with_precision(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -338,13 +341,10 @@ class DistributedOptimizer(FP16_Optimizer):
             self._masters.set(known[name], values[name])
 
     def on_loaded(self, param: Tensor, value: Tensor) -> None:
-        """The model has loaded `value` into a parameter: its master takes it before it is rounded."""
-        if self.loss_scaler is None or value.dtype not in (torch.float32, torch.float64) or param.dtype not in HALF:
-            return
-        master = self._masters.master_of(param)
-        if master is not None:
-            self._masters.set(master, value)
-        elif not self._is_local:
+        """The model has loaded `value` into a parameter: its master takes it, unrounded."""
+        if self._masters.has_master(param):
+            self._masters.take(param, value)
+        elif self.loss_scaler is not None and not self._is_local and param.dtype in HALF and value.dtype not in HALF:
             self._loaded[id(param)] = value
 
     def _of_stage(self) -> list[list[Parameter]]:

@@ -238,8 +238,6 @@ def _split(param: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
 def partial_state_dict(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     """This rank's optimizer's own state dict, marked as partial, with the names behind its positions."""
     state_dict = optimizer.state_dict()
-    # torch hands out the optimizer's own dicts, from which masters are about to be taken
-    state_dict["state"] = {position: dict(entry) for position, entry in state_dict["state"].items()}
     state_dict[NAMES_KEY] = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
     state_dict[PARTIAL_KEY] = True
     return state_dict

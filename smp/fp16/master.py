@@ -30,14 +30,15 @@ class Masters:
         self.masters: list[Parameter] = []
         self._versions: list[int] = []  # of the half parameters, as last written by us
         self._place: dict[int, int] = {}  # of a master, by its id, in these lists
+        self._place_of_half: dict[int, int] = {}
 
     def half_of(self, param: Tensor) -> Tensor:
         """The model's parameter that `param` is the master of; any other parameter itself."""
         return self.halves[self._place[id(param)]] if id(param) in self._place else param
 
-    def master_of(self, half: Tensor) -> Parameter | None:
-        """The master of the model's parameter `half`; None when it has none."""
-        return next((master for param, master in self.pairs() if param is half), None)
+    def has_master(self, half: Tensor) -> bool:
+        """Whether the model's parameter `half` has one of these masters."""
+        return id(half) in self._place_of_half
 
     def pairs(self) -> Iterator[tuple[Parameter, Parameter]]:
         """Each parameter with its master."""
@@ -56,7 +57,7 @@ class Masters:
             places = [place for place, param in enumerate(params) if param.dtype in HALF]
             for place, master in zip(places, _flat_masters([params[place] for place in places])):
                 half = params[place]
-                self._place[id(master)] = len(self.masters)
+                self._place[id(master)] = self._place_of_half[id(half)] = len(self.masters)
                 self.halves.append(half)
                 self.masters.append(master)
                 self._versions.append(half._version)
@@ -67,14 +68,26 @@ class Masters:
                     }
                 params[place] = master
 
-    @torch.no_grad()
     def follow(self) -> None:
         """Masters of parameters that somebody else has written since `write` take their values. Where a value is the
         rounded master it is kept, so that swapping weights out and in again loses nothing."""
-        for number, (half, master) in enumerate(self.pairs()):
-            if half._version != self._versions[number]:
-                self._versions[number] = half._version
-                master.copy_(torch.where(master.to(half.dtype) == half, master, half.float()))
+        for place, half in enumerate(self.halves):
+            if half._version != self._versions[place]:
+                self._follow(place)
+
+    @torch.no_grad()
+    def _follow(self, place: int) -> None:
+        half, master = self.halves[place], self.masters[place]
+        self._versions[place] = half._version
+        master.copy_(torch.where(master.to(half.dtype) == half, master, half.float()))
+
+    def take(self, half: Tensor, value: Tensor) -> None:
+        """`value` has just been written to the model's parameter `half`; its master takes it before it is rounded."""
+        place = self._place_of_half[id(half)]
+        if value.dtype in HALF:
+            self._follow(place)
+        else:
+            self.set(self.masters[place], value)
 
     @torch.no_grad()
     def reload(self) -> None:
