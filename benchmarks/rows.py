@@ -11,6 +11,7 @@ BIG_HEAD = {**SMALL_GPT, "vocabulary": 16384}
 BLOCKS = {"length": 128, "width": 256, "layers": 4, "degree": 2}
 SLEEP = {"stages": 4, "forward": 0.010, "backward": 0.020}
 SAVED = {"width": 1024, "layers": 11}  # per process; with Adam's moments 264 MB in both together
+STEPPED = {"width": 512, "layers": 40}  # per process; 10.5 million parameters
 SCHEDULES_AT_FOUR = [
     "ScheduleZBVZeroBubble",
     "ScheduleDualPipeV",
@@ -154,6 +155,19 @@ def rows(config: dict[str, Any]) -> list[Row]:
             1.00,
             config,
             *(_dtensor(sequence, fused=True) for sequence in (False, True)),
+        ),
+        Row(
+            "step-bf16",
+            "optimizer step over 10 million bf16 parameters, against the fastest of AdamW's forms + casts",
+            1.05,
+            Side("ours", "benchmarks.stepping:ours", {"sizes": STEPPED, "form": "fused", "config": config}, 2, "mpi"),
+            tuple(
+                Side(f"AdamW, {form}", "benchmarks.stepping:theirs", {"sizes": STEPPED, "form": form})
+                for form in ("plain", "foreach", "fused")
+            ),
+            steps=10,
+            same_losses=False,
+            sizes=dict(STEPPED),
         ),
         _saving(
             "save",
