@@ -71,9 +71,11 @@ def test_guards_with_tensor_parallelism():
     with shared_directory() as directory, short_wait():
         calls = calls_of(model, optimizer, directory)
         table: dict[tuple[str, str], set[int] | None] = {}
-        for call in ("state_dict", "save"):
+        for call in ("state_dict", "optimizer_state_dict", "save"):
             table |= {(call, guard): None for guard in ("none", "rdp_rank")}
             table |= {(call, guard): {1, 3} for guard in ("rank", "dp_rank", "tp_rank")}
+        for call in ("load_state_dict", "load_optimizer", "save_checkpoint", "resume"):
+            table |= {(call, "none"): None, (call, "rdp_rank"): {2, 3}, (call, "rank"): {1, 2, 3}}
         table |= {("local_state_dict", guard): None for guard in GUARDS}
         table |= {("whole", guard): None for guard in GUARDS}
         check_guards(calls, table)
@@ -95,13 +97,32 @@ def test_guards_with_a_pipeline(launcher):
         check_guards(calls, table)
 
 
+@on_ranks(4, config={**TENSOR_DATA, "shard_optimizer_state": True})
+def test_guards_with_sharded_optimizer_state():
+    """What is gathered from the owners needs all of them; what one rank has does not, nor do the model's weights."""
+    model, optimizer = trained()
+    with shared_directory() as directory, short_wait():
+        calls = calls_of(model, optimizer, directory)
+        table: dict[tuple[str, str], set[int] | None] = {("state_dict", "rdp_rank"): None}
+        for call in ("optimizer_state_dict", "local_optimizer", "save_v3"):
+            table |= {(call, "none"): None, (call, "rdp_rank"): {2, 3}, (call, "rank"): {1, 2, 3}}
+        table |= {("owned", guard): None for guard in GUARDS}
+        check_guards(calls, table)
+
+
 def calls_of(model: Any, optimizer: Any, directory: Any) -> dict[str, Callable[[], Any]]:
     return {
         "state_dict": model.state_dict,
         "local_state_dict": model.local_state_dict,
         "load_state_dict": lambda: model.load_state_dict(model.local_state_dict()),
+        "optimizer_state_dict": optimizer.state_dict,
+        "local_optimizer": optimizer.local_state_dict,
+        "owned": lambda: optimizer.local_state_dict(gather_if_shard=False),
+        "load_optimizer": lambda: optimizer.load_state_dict(optimizer.local_state_dict()),
+        "save_checkpoint": lambda: smp.save_checkpoint(directory, "c", model=model, optimizer=optimizer),
+        "resume": lambda: smp.resume_from_checkpoint(directory),
         "save": lambda: smp.save(model.local_state_dict(), directory / "m"),
-        "save_v3": lambda: smp.save(optimizer.local_state_dict(), directory / "o", v3=True),
+        "save_v3": lambda: smp.save(optimizer.local_state_dict(gather_if_shard=False), directory / "o", v3=True),
         "whole": lambda: smp.save([1], directory / "w", partial=False),
     }
 
@@ -132,6 +153,7 @@ import smp, torch
 
 smp.init({"tensor_parallel_degree": 2, "ddp": True})
 model = smp.DistributedModel(torch.nn.Linear(2, 2))
+optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 smp.barrier()
 if smp.rank() == 0:
     begin = time.monotonic()
@@ -152,12 +174,27 @@ def run(call: str, otherwise: str, **env: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ["model.state_dict()", "smp.save(model.local_state_dict(), 'm')"])
+@pytest.mark.parametrize(
+    "call",
+    ["model.state_dict()", "optimizer.state_dict()", "smp.save(model.local_state_dict(), 'm')"],
+)
 def test_a_collective_call_on_rank_0_alone_names_the_missing_ranks_within_20_seconds(call):
     """Guards for the 'main process' around a collective hang for an hour elsewhere."""
     output = run(call, "time.sleep(100)")
     assert "is collective over the ranks [0, 1]: entered by ranks [0], missing ranks [1]" in output
     assert "if smp.rdp_rank() == 0" in output
+    seconds = re.search(r"seconds: ([\d.]+)", output)
+    assert seconds is not None
+    assert float(seconds[1]) < 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["smp.save_checkpoint('c', 't', model=model)", "smp.resume_from_checkpoint('c')"])
+def test_a_checkpoint_on_rank_0_alone_names_the_missing_ranks_within_20_seconds(call):
+    """All ranks have a part in it; scripts that knew one file per job guard it."""
+    output = run(call, "time.sleep(100)")
+    assert "collective over the ranks [0, 1, 2, 3]: entered by ranks [0], missing ranks [1, 2, 3]" in output
+    assert "on all ranks, under no condition" in output
     seconds = re.search(r"seconds: ([\d.]+)", output)
     assert seconds is not None
     assert float(seconds[1]) < 20

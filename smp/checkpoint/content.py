@@ -22,7 +22,7 @@ from smp.checkpoint.writer import Serialized
 from smp.dp.optimizer_state import NAMES_KEY, PARTIAL_KEY
 from smp.fp16.optimizer import MASTERS_KEY, SCALER_KEY
 from smp.runtime import Runtime
-from smp.tp.origin import Origin, origins
+from smp.tp.origin import Origin, origins, tied_names
 
 USER_CONTENT = "user_content.pt"
 
@@ -106,7 +106,7 @@ def collect(
         partition=_partition(model),
         shapes={source: shape for origin in known.values() for source, shape in origin.shapes.items()},
         groups=groups,
-        tied=_tied(model),
+        tied=() if module is None else tied_names(module),
         tensors=tuple(
             stored for name, kind in kinds.items() for stored in describe(kind, name, objects[name], known, shapes)
         ),
@@ -118,16 +118,6 @@ def _partition(model: Any) -> dict[str, int]:
     """Stage of each module that is on one."""
     stages = getattr(getattr(model, "engine", None), "stages", None)
     return {name: stage for name, stage in stages.assignment.items() if stage is not None} if stages else {}
-
-
-def _tied(model: Any) -> tuple[tuple[str, ...], ...]:
-    if model is None:
-        return ()
-    names: dict[int, list[str]] = {}
-    for name, tensor in model.module.state_dict(keep_vars=True).items():
-        if isinstance(tensor, Tensor):
-            names.setdefault(id(tensor), []).append(name)
-    return tuple(tuple(same) for same in names.values() if len(same) > 1)
 
 
 def stored_groups(state: Mapping[str, Any], known: Mapping[str, Origin]) -> tuple[StoredGroup, ...]:

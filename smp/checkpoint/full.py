@@ -75,14 +75,12 @@ def _write(rt: Runtime, path: Path, tag: str, save_id: str, objects: Mapping[str
     hidden = {writer.aside(path / name, writer.WRITING).name: name for name in objects}
     try:
         files = writer.write_files(path, {h: objects[name] for h, name in hidden.items()}, dict.fromkeys(hidden))
-        manifest = replace(
-            _manifest(rt, tag, save_id, objects), files={hidden[name]: file for name, file in files.items()}
-        )
-        writer.commit_full(path, manifest)
+        manifest = _manifest(rt, tag, save_id, objects)
     except BaseException:
         for name in hidden:
             (path / name).unlink(missing_ok=True)
         raise
+    writer.commit_full(path, replace(manifest, files={hidden[name]: file for name, file in files.items()}))
 
 
 def _manifest(rt: Runtime, tag: str, save_id: str, objects: Mapping[str, Any]) -> Manifest:
