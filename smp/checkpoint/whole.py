@@ -150,7 +150,9 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         size = path.stat().st_size
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(min(length, size)))
+            if length > size - 8:
+                raise ValueError("the file is cut short")
+            header = json.loads(file.read(length))
         header.pop("__metadata__", None)
         whole = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
         return {name: _mapped(whole[8 + length :], entry) for name, entry in header.items()}
