@@ -43,6 +43,9 @@ class DistributedOptimizer(FP16_Optimizer):
     dropped from it; groups stay, and a rank left without parameters still steps. `param_groups` and `state` are the
     inner optimizer's own objects, never copies.
 
+    With `shard_optimizer_state` the parameters that the ranks of a stage hold alike are divided among them: each rank
+    updates what it owns, has optimizer state for that only, and `step` gives every rank the updated parameters.
+
     Where the configuration says fp16 or bf16, the parameters that it updates are fp32 masters from partition on, and an
     overflow on any rank makes all skip the step; with bf16 overflows are looked for only where a loss scale is asked
     for. Otherwise there are no masters and the loss scale is 1.
