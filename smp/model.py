@@ -378,8 +378,10 @@ class DistributedModel(ModelViews):
 
     def _make_reducer(self) -> None:
         rt = self._rt
-        if rt.config.shard_optimizer_state:
+        if rt.config.shard_optimizer_state and rt.dp_size > 1:
             self.ownership = Ownership(rt, self.local_parameters())
+        elif rt.config.shard_optimizer_state:
+            log.warn_once("sharded alone", "shard_optimizer_state has no effect: no two ranks hold the same parameter")
         self.reducer = Reducer(
             list(self.local_named_parameters()),
             dp=rt.group(CommGroup.DP_GROUP),

@@ -87,9 +87,10 @@ def load(
 ) -> Any:
     """Load what `smp.save` wrote: this rank's part (`partial`, collective over the model replica) or a whole file.
 
-    With partial=True `f` is the path given to `save`; the degrees must be those of the save. `back_compat` reads the
-    old names `f_{mp_rank}`. `weights_only=True` allows tensors, plain values and the classes listed in
-    `smp.checkpoint.safe_load`; `pickle_module` and other arguments of `torch.load` need `weights_only=False`.
+    With partial=True `f` is the path given to `save`; the degrees must be those of the save. Parts saved with `v3` are
+    loaded by all ranks together. `back_compat` reads the old names `f_{mp_rank}`. `weights_only=True` allows tensors,
+    plain values and the classes listed in `smp.checkpoint.safe_load`; `pickle_module` and other arguments of
+    `torch.load` need `weights_only=False`.
     Raises `CheckpointError`, on every rank of the replica, naming the file that is missing, damaged, of other degrees
     or of another save than the rest.
     """
@@ -156,11 +157,12 @@ def _together(rt: Runtime, group: Group, work: Callable[[], None]) -> None:
 
 def _load_partial(f: str, map_location: Any, back_compat: bool, options: dict[str, Any]) -> Any:
     rt = runtime.get()
-    group = rt.group(CommGroup.MP_GROUP)
+    v3 = not back_compat and _is_v3(rt, f)
+    group = rt.group(CommGroup.WORLD if v3 else CommGroup.MP_GROUP)
     enter_collective(rt, f"smp.load({f!r})", group, _LOAD_ADVICE)
     obj, save_id, error = None, "", None
     try:
-        path, header = _find_part(rt, f, back_compat)
+        path, header = _find_part(rt, f, v3, back_compat)
         save_id = header.save_id if header else ""
         obj = read_file(path, map_location, **options)
     except Exception as caught:  # whatever it is, the other ranks must hear of it
@@ -170,15 +172,16 @@ def _load_partial(f: str, map_location: Any, back_compat: bool, options: dict[st
     return obj
 
 
-def _find_part(rt: Runtime, f: str, back_compat: bool) -> tuple[Path, Header | None]:
+def _is_v3(rt: Runtime, f: str) -> bool:
+    """Whether to read parts of all ranks: what there is decides; where both kinds are, this job's sharding does."""
+    kinds = {len(numbers) for numbers in existing_parts(f).values()}
+    return 3 in kinds and (rt.config.shard_optimizer_state or 2 not in kinds)
+
+
+def _find_part(rt: Runtime, f: str, v3: bool, back_compat: bool) -> tuple[Path, Header | None]:
     """This rank's file and its header, checked against the degrees of this job."""
     degrees, place = _degrees(rt), _place(rt)
-    if back_compat:
-        path, v3 = old_path(f, rt.mp_rank), False
-    else:
-        prefer_v3 = bool(rt.config.shard_optimizer_state)
-        both = [(partial_path(f, place, v3), v3) for v3 in (prefer_v3, not prefer_v3)]
-        path, v3 = next((found for found in both if found[0].is_file()), both[0])
+    path = old_path(f, rt.mp_rank) if back_compat else partial_path(f, place, v3)
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist: {describe_existing(f)}.{_saved_with(f)} This job has {degrees}")
     header = read_header(path)

@@ -103,9 +103,11 @@ class Both:
         for part in range(smp.dp_size()):
             for microbatch in rows_of(whole, part * rows, (part + 1) * rows).chunk(2):
                 (self.plain(microbatch, flag) / (2 * smp.dp_size())).backward()
-        mine = rows_of(whole, smp.dp_rank() * rows, (smp.dp_rank() + 1) * rows)
-        loss: Tensor = self._train(mine, flag).reduce_mean().detach()
-        return loss
+        return self._backward_here(number, flag)
+
+    def _backward_here(self, number: int, flag: bool = True) -> Tensor:
+        loss: Tensor = self._train(whole_batch(number).chunk(smp.dp_size())[smp.dp_rank()], flag).reduce_mean()
+        return loss.detach()
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
@@ -122,6 +124,13 @@ class Both:
             losses.append(self.backward(number))
             self.update()
         return losses
+
+    def run_here(self, steps: range) -> None:
+        """The same under smp alone."""
+        for number in steps:
+            self.optimizer.zero_grad()
+            self._backward_here(number)
+            self.optimizer.step()
 
     def assert_same(self) -> None:
         """Parameters are those of one process, and the same bits on all ranks that hold them."""

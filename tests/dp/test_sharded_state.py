@@ -1,6 +1,7 @@
 """shard_optimizer_state: each parameter is updated on one rank, and training is that of one process."""
 
 import contextlib
+import copy
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -258,7 +259,8 @@ def test_groups_smaller_than_the_number_of_ranks_and_empty_parameters() -> None:
     optimizer = smp.DistributedOptimizer(optimizer_of(module))
     model = smp.DistributedModel(module)
     trained(module, optimizer, model, range(3), 4)
-    saved = optimizer.state_dict(), optimizer.local_state_dict(), optimizer.local_state_dict(gather_if_shard=False)
+    states = optimizer.state_dict(), optimizer.local_state_dict(), optimizer.local_state_dict(gather_if_shard=False)
+    saved = [copy.deepcopy(state) for state in states]
     trained(plain, reference, plain, range(3), 1)
     for name, param in module.named_parameters():
         assert_close(param.detach(), plain.get_parameter(name).detach(), name, 1e-9)
