@@ -297,8 +297,12 @@ class DistributedOptimizer(FP16_Optimizer):
             local = optimizer_state.agree(
                 rt, lambda: optimizer_state.split_full(self.optimizer, names, layout, state_dict)
             )
+        masters = optimizer_state.take_out_masters(local)
         self.optimizer.load_state_dict(local)
-        self._masters.from_state(self.optimizer)
+        params = self.master_params
+        for position, value in masters.items():
+            if self._masters.is_master(params[position]):
+                self._masters.set(params[position], value)
         if self._ownership is not None and MASTERS_KEY in state_dict:
             self._ownership.gather(self._shared())  # the others' rounded masters
             self._masters.note_versions()
@@ -308,7 +312,8 @@ class DistributedOptimizer(FP16_Optimizer):
         """What half precision adds to a state dict: masters, which have come as state, by name; and the loss scale."""
         if self.loss_scaler is None:
             return state_dict
-        masters = optimizer_state.take_out_masters(state_dict)
+        names = optimizer_state.names_by_position(state_dict)
+        masters = {names[position]: value for position, value in optimizer_state.take_out_masters(state_dict).items()}
         return {**state_dict, MASTERS_KEY: masters, SCALER_KEY: self.scaler_state()}
 
     # ---- masters by name

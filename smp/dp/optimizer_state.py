@@ -136,7 +136,7 @@ def gather_stage(
     offers = {}
     for param in _parameters(optimizer):
         if state := optimizer.state.get(param):
-            offers[key_of[names[id(param)]]] = state
+            offers[key_of[names[id(param)]]] = dict(state)  # a master is in it for the time of the call only
     entries = {
         key[0]: state for key, state in exchange(rt, rt.group(CommGroup.DP_GROUP), offers, list(key_of.values()))
     }
@@ -243,15 +243,14 @@ def partial_state_dict(optimizer: Optimizer, names: Mapping[int, str]) -> dict[s
     return state_dict
 
 
-def take_out_masters(state_dict: dict[str, Any]) -> dict[str, Tensor]:
-    """Masters by name from a state dict in which they are state, which is taken out of it."""
-    names = _positions(state_dict)
+def take_out_masters(state_dict: dict[str, Any]) -> dict[int, Tensor]:
+    """Masters by position from a state dict in which they are state, which is taken out of it."""
     masters, state = {}, {}
     for position, entry in state_dict["state"].items():
         if MASTER_KEY in entry:
-            masters[names[position]] = entry[MASTER_KEY]
+            masters[position] = entry[MASTER_KEY]
         rest = {key: value for key, value in entry.items() if key != MASTER_KEY}
-        if rest:
+        if rest:  # torch takes an entry for a state that it can go on from
             state[position] = rest
     state_dict["state"] = state
     return masters
@@ -263,13 +262,13 @@ def masters_into_state(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
     if not masters:
         return state_dict
     state = dict(state_dict["state"])
-    for position, name in _positions(state_dict).items():
+    for position, name in names_by_position(state_dict).items():
         if name in masters:
             state[position] = {**state.get(position, {}), MASTER_KEY: masters[name]}
     return {**state_dict, "state": state}
 
 
-def _positions(state_dict: Mapping[str, Any]) -> dict[int, str]:
+def names_by_position(state_dict: Mapping[str, Any]) -> dict[int, str]:
     """Position in a state dict of ours -> name."""
     return {
         position: name

@@ -155,16 +155,6 @@ class Masters:
                 if not optimizer.state[master]:
                     del optimizer.state[master]
 
-    def from_state(self, optimizer: Optimizer) -> None:
-        """Takes such entries out of state that was loaded, and their values."""
-        for params in [group["params"] for group in optimizer.param_groups]:
-            for param in params:
-                value = optimizer.state.get(param, {}).pop(MASTER_KEY, None)
-                if value is not None and self.is_master(param):
-                    self.set(param, value)
-                if param in optimizer.state and not optimizer.state[param]:
-                    del optimizer.state[param]
-
 
 def _flat_masters(halves: Sequence[Parameter]) -> list[Parameter]:
     """A master for each parameter, all in one tensor for each device."""

@@ -43,9 +43,9 @@ class Net(nn.Module):
         return F.cross_entropy(self.last(self.frozen(x)).flatten(0, 1), ids.flatten())
 
 
-def net(seed: int = 0) -> Net:
+def net(seed: int = 0, dtype: torch.dtype = DOUBLE) -> Net:
     torch.manual_seed(seed)
-    return Net().to(DOUBLE)
+    return Net().to(dtype)
 
 
 def whole_batch(number: int, rows: int = 2) -> Tensor:
@@ -69,15 +69,21 @@ class Both:
     """The same training under smp and in one plain process, from the same weights.
 
     `optimizer` is made from the raw module's parameters, as transformers' Trainer does. `sharded=False` trains without
-    sharding on the same grid.
+    sharding on the same grid. `half`: "fp16" or "bf16", from float32.
     """
 
     def __init__(
-        self, grid: str = "dp", optimizer: Optimizer = adam, sharded: bool = True, seed: int = 0, **options: Any
+        self,
+        grid: str = "dp",
+        optimizer: Optimizer = adam,
+        sharded: bool = True,
+        seed: int = 0,
+        half: str | None = None,
+        **options: Any,
     ) -> None:
         runtime.reset()
-        smp.init({**GRIDS[grid], "shard_optimizer_state": sharded})
-        self.plain, module = net(), net(seed)
+        smp.init({**GRIDS[grid], "shard_optimizer_state": sharded, **({half: True} if half else {})})
+        self.plain, module = net(), net(seed, torch.float32 if half else DOUBLE)
         if smp.tp_size() > 1:
             for child in (module.table, module.first, module.last):
                 smp.set_tensor_parallelism(child)
@@ -85,7 +91,7 @@ class Both:
             smp.set_partition(module.get_submodule(path), 1 if smp.pp_size() > 1 else 0)
         inner = optimizer(module)
         self.model = model = smp.DistributedModel(module, **options)
-        self.optimizer = smp.DistributedOptimizer(inner)
+        self.optimizer = smp.DistributedOptimizer(inner, dynamic_loss_scale=half == "fp16")
         self.plain_optimizer = optimizer(self.plain)
 
         @smp.step
@@ -155,7 +161,10 @@ class Both:
 def assert_equal_replicas(model: Any) -> None:
     """All ranks that hold a parameter hold the same bits."""
     mine = {
-        (smp.pp_rank(), name, smp.tp_rank() if spec_of(param) is not None else None): param.detach().numpy().tobytes()
+        (smp.pp_rank(), name, smp.tp_rank() if spec_of(param) is not None else None): param.detach()
+        .double()
+        .numpy()
+        .tobytes()
         for name, param in model.local_named_parameters()
     }
     seen: dict[Any, bytes] = {}
