@@ -8,6 +8,7 @@ Forked ranks start in a fraction of a second, so that fifty kills fit into minut
 variables of torchrun. What they have to say goes to a journal, a line at a time, and outlives them.
 """
 
+import faulthandler
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ import random
 import resource
 import signal
 import socket
+import statistics
 import sys
 import threading
 import time
@@ -42,7 +44,7 @@ CONFIG = {
     "default_partition": 0,
 }
 KEPT = 2  # checkpoints
-ALLOWED = 30.0  # seconds for the other ranks to end after a kill
+ALLOWED = 60.0  # seconds for a job
 
 
 class Kill(NamedTuple):
@@ -104,7 +106,7 @@ class Run:
         self.number = 0
 
     def tell(self, event: str, **more: Any) -> None:
-        line = {"job": self.job, "rank": smp.rank(), "event": event, "number": self.number, **more}
+        line = {"job": self.job, "rank": smp.rank(), "event": event, "number": self.number, "at": time.time(), **more}
         os.write(self.journal, (json.dumps(line) + "\n").encode())
 
     def resume(self) -> None:
@@ -227,13 +229,15 @@ def save_on_a_full_disk(root: Path, job: int, is_small: bool) -> None:
     before = sorted(os.listdir(run.path)), (run.path / "newest").read_text()
     for blocking in (True, False):
         run.step()
+        text = "nothing"
         with no_space(run.path.parent, is_small):
             try:
                 run.save(blocking)
                 smp.wait_for_checkpoint()
             except smp.CheckpointError as error:
-                run.tell("refused", blocking=blocking, text=str(error))
+                text = str(error)
             smp.barrier()
+        run.tell("refused", blocking=blocking, text=text)
         after = sorted(os.listdir(run.path)), (run.path / "newest").read_text()
         expect(after == before, f"{after} instead of {before}")
         smp.barrier()
@@ -290,8 +294,11 @@ class Driver:
                 if status:
                     self._end([child for rank, child in enumerate(children) if rank not in statuses])
             elif time.monotonic() > deadline:
-                for rank in set(range(RANKS)) - set(statuses):
-                    os.kill(children[rank], signal.SIGKILL)
+                late = [children[rank] for rank in set(range(RANKS)) - set(statuses)]
+                for signal_number in (signal.SIGUSR1, signal.SIGKILL):  # first, to say where they are
+                    for child in late:
+                        os.kill(child, signal_number)
+                    time.sleep(1.0)
                 raise SystemExit(f"job {self.jobs} {arguments}: ranks {set(range(RANKS)) - set(statuses)} did not end")
             else:
                 time.sleep(0.005)
@@ -311,6 +318,7 @@ class Driver:
             return pid
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": port}
         os.environ.update({"MASTER_ADDR": "127.0.0.1", **{key: str(value) for key, value in place.items()}})
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
         target(self.root, self.jobs, *arguments)
         sys.exit()  # like any script: the ranks wait for each other; an exception is handled as in any job, too
 
@@ -367,29 +375,29 @@ class Checker:
 
 
 def kill_many(root: Path, seed: int, count: int) -> None:
-    """`count` kills at random moments of saving, each followed by a resume that has to be right."""
+    """Kills at random moments until `count` came in the middle of a save, each followed by a resume that is right."""
     chance = random.Random(seed)
     driver = Driver(root)
-    statuses, told = driver.run(ledger, 4 * count + 20)
+    statuses, told = driver.run(ledger, 6 * count + 20)
     expect(not any(statuses), f"the run that nobody kills: {statuses}")
     checker = Checker(told)
     statuses, told = driver.run(train_until_killed, None, 4)
     checker.check("first job", statuses, told)
     saved = [line for line in told if line["event"] == "saved"][RANKS:]  # the first save is slower
     calls = [max(len(line["calls"]) for line in saved if line["rank"] == rank) for rank in range(RANKS)]
-    longest = max(line["seconds"] for line in saved)
+    usual = statistics.median(line["seconds"] for line in saved)
     while_saving = 0
-    for _ in range(count):
+    while while_saving < count:
+        expect(driver.jobs < 3 * count, f"only {while_saving} of {driver.jobs} kills came in the middle of a save")
         rank = chance.randrange(RANKS)
         at_call = chance.random() < 0.5
-        delay = -1 if at_call else chance.uniform(0, longest)
+        delay = -1 if at_call else chance.uniform(0, usual)
         kill = Kill(rank, chance.randrange(3), chance.randrange(calls[rank]) if at_call else -1, delay)
         job = f"job {driver.jobs} {kill}"
         while_saving += checker.check(job, *driver.run(train_until_killed, kill, kill.save + 1))
     statuses, told = driver.run(train_until_killed, None, 3)
     checker.check("last job", statuses, told)
-    print(f"killed while saving: {while_saving} of {count}; {checker.complete} steps; seam calls per save {calls}")
-    expect(while_saving >= count * 0.8, "too few kills came in the middle of a save")
+    print(f"killed while saving: {while_saving}, in {driver.jobs} jobs; {checker.complete} steps; seam calls {calls}")
 
 
 def kill_at_each_point(root: Path) -> None:
