@@ -28,8 +28,8 @@ class Job:
         config: dict[str, Any],
         dtype: torch.dtype | None = torch.float64,
         lr: float = 0.01,
-        scale: float = 1.0,
         change: Callable[[nn.Module], None] = lambda module: None,
+        **scale: Any,
     ) -> None:
         runtime.reset()
         smp.init(config)
@@ -45,7 +45,7 @@ class Job:
             {"params": [p for name, p in named if "weight" in name], "weight_decay": 0.1},
             {"params": [p for name, p in named if "weight" not in name], "weight_decay": 0.0, "lr": lr / 2},
         ]
-        self.optimizer = smp.DistributedOptimizer(torch.optim.AdamW(groups, lr=lr), static_loss_scale=scale)
+        self.optimizer = smp.DistributedOptimizer(torch.optim.AdamW(groups, lr=lr), **scale)
 
         @smp.step
         def train(batch: dict[str, Any]) -> Tensor:
