@@ -22,11 +22,17 @@ def half_dtype(config: Config) -> torch.dtype | None:
     return torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else None
 
 
+# Frequencies of rotary embeddings in `transformers`: models multiply them with positions in float32, and a rounded
+# frequency is a wrong angle at a late position.
+_KEPT_BUFFERS = ("inv_freq", "original_inv_freq")
+
+
 @torch.no_grad()
 def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
     """Casts floating-point parameters and buffers in place; the Parameter objects stay the same.
 
     Delayed parameters, on the meta device, are cast too. Gradients that are there are cast with their parameters.
+    Frequencies of rotary embeddings keep their type.
     """
     for param in module.parameters():
         if param.is_floating_point() and param.dtype != dtype:
@@ -34,8 +40,8 @@ def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
             param.data = param.data.to(dtype)
             if grad is not None:
                 param.grad = grad.to(dtype)
-    for buffer in module.buffers():
-        if buffer.is_floating_point():
+    for name, buffer in module.named_buffers():
+        if buffer.is_floating_point() and name.rpartition(".")[2] not in _KEPT_BUFFERS:
             buffer.data = buffer.data.to(dtype)
 
 

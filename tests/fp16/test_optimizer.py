@@ -123,6 +123,18 @@ def test_the_module_takes_and_gives_full_precision(dtype: torch.dtype) -> None:
     assert set(module.state_dict()) == {"weight", "table", "count"}
 
 
+def test_rotary_angles_stay_exact() -> None:
+    """A frequency in bfloat16 would be off by a radian at position 4096."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = LlamaConfig(hidden_size=64, num_attention_heads=1)
+    rotary = LlamaRotaryEmbedding(config)
+    exact = torch.arange(0, 64, 2).double().div(-64).mul(torch.tensor(10000.0).double().log()).exp()
+    cosines, _ = FP16_Module(rotary, torch.bfloat16).module(torch.zeros(1), torch.tensor([[4096]]))
+    assert (cosines[0, 0, :32] - (4096 * exact).cos()).abs().max() < 1e-3
+
+
 def test_an_overflow_changes_nothing_but_the_scale() -> None:
     """Weights, masters, moments and step counters stay; the next good step goes on from them."""
     module, optimizer, compute = make(torch.float16, dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 2.0**8})

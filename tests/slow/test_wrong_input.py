@@ -43,7 +43,7 @@ CASES: dict[str, tuple[str, str, str]] = {
         r"tensor_paralell_degree.*tensor_parallel_degree(.|\n)*microbatches.*4x",
     ),
     "degrees that do not fit": ("start(pipeline_parallel_degree=3)", "ConfigError", r"pipeline_parallel_degree.*3"),
-    "a feature that is still to come": ("start(fp16=True)", "ConfigError", r"fp16"),
+    "a feature that is still to come": ("start(_match_weights=True)", "ConfigError", r"_match_weights"),
     "a batch that does not divide": (
         "start(microbatches=4)\nstep_of(smp.DistributedModel(make()))(torch.randn(6, 4))",
         "StepError",
