@@ -12,6 +12,7 @@ from smp import runtime
 from smp.errors import UsageError
 from smp.optimizers import FusedLAMB, FusedNovoGrad, whole_norms
 from smp.tp.shard import ShardSpec
+from tests.checkpoint.small import Job, grid
 from tests.harness import on_ranks
 from tests.parity.compare import (
     Setup,
@@ -26,6 +27,7 @@ from tests.parity.compare import (
 from tests.parity.test_tensor_parallel import split_everything, split_some
 from tests.parity.zoo import ZOO
 from tests.standin import install_model
+from tests.stateful import shared_directory
 
 F64 = torch.float64
 
@@ -213,7 +215,7 @@ def test_parts_that_lie_on_several_ranks_count_once() -> None:
 
 
 @pytest.mark.parametrize("kind", [FusedLAMB, FusedNovoGrad])
-@on_ranks(4, config={"ddp": True, "tensor_parallel_degree": 2, "bf16": True})
+@on_ranks(4, config={"ddp": True, "tensor_parallel_degree": 2, "bf16": True}, timeout=200)
 def test_norms_of_masters_are_whole_too(kind: Any) -> None:
     """A failure means that half precision changes the rule: masters forgot how their parameters are cut."""
     torch.manual_seed(4)
@@ -232,6 +234,21 @@ def test_norms_of_masters_are_whole_too(kind: Any) -> None:
     masters = optimizer.masters_by_name()
     for (name, param), expected in zip(owned_parameters(model), reference):
         assert_close(masters[name], shard_of(param, expected.detach()), 1e-5, name)
+
+
+@pytest.mark.parametrize("kind", [FusedLAMB, FusedNovoGrad])
+@on_ranks(2, config=grid(tp=2), timeout=200)
+def test_they_resume_on_other_degrees(kind: Any) -> None:
+    """A failure means that steps counted by group, or norms kept per layer, do not get into a checkpoint."""
+    with shared_directory() as directory:
+        job = Job(grid(tp=2), kind=kind)
+        job.steps(0, 1)
+        job.save(directory, "two")
+        expected = job.steps(2, 3)
+        for config in (grid(tp=2), grid(pp=2), grid(shard_optimizer_state=True)):
+            job = Job(config, kind=kind)
+            smp.resume_from_checkpoint(directory)
+            torch.testing.assert_close(job.steps(2, 3), expected, rtol=1e-9, atol=0)
 
 
 def adafactor(parameters: Any) -> torch.optim.Optimizer:

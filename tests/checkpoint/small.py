@@ -29,6 +29,7 @@ class Job:
         dtype: torch.dtype | None = torch.float64,
         lr: float = 0.01,
         change: Callable[[nn.Module], None] = lambda module: None,
+        kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
         **scale: Any,
     ) -> None:
         runtime.reset()
@@ -45,7 +46,7 @@ class Job:
             {"params": [p for name, p in named if "weight" in name], "weight_decay": 0.1},
             {"params": [p for name, p in named if "weight" not in name], "weight_decay": 0.0, "lr": lr / 2},
         ]
-        self.optimizer = smp.DistributedOptimizer(torch.optim.AdamW(groups, lr=lr), **scale)
+        self.optimizer = smp.DistributedOptimizer(kind(groups, lr=lr), **scale)
 
         @smp.step
         def train(batch: dict[str, Any]) -> Tensor:
