@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from smp import log
 from smp.dp.buckets import Item, assign
 from smp.dp.reduction import MAX_IN_FLIGHT, real, wait
 from smp.dp.tied import is_copy
@@ -104,6 +105,15 @@ class Ownership:
     def group(self, param: Tensor) -> Group | None:
         """The ranks among which the parameter has one owner; None for a parameter not known."""
         return self._group.get(id(param))
+
+    def warn_unless_gathered(self) -> None:
+        """Says so when gradients go to owners and nobody is there to bring back what owners update."""
+        if self._rt.optimizer is None:
+            log.warn_once(
+                "nobody gathers",
+                "shard_optimizer_state: there is no smp.DistributedOptimizer. Each gradient is on one rank only, so "
+                "with a plain optimizer the ranks would go their own ways",
+            )
 
     @torch.no_grad()
     def gather(self, parameters: Iterable[Tensor]) -> None:

@@ -225,6 +225,7 @@ class Reducer:
                     if not tied.counts and index in self._bucket_of:
                         self._params[index].grad = None
                 return
+            self._ownership.warn_unless_gathered()
             for index in self._bucket_of:
                 param = self._params[index]
                 if param.grad is not None and self._owns(param):

@@ -295,3 +295,37 @@ def test_closures_work_and_what_cannot_work_is_refused() -> None:
     with pytest.raises(UsageError, match="LBFGS"):
         smp.DistributedOptimizer(torch.optim.LBFGS(model.parameters()))
     runtime.reset()
+
+
+@on_ranks(4)
+def test_ranks_that_own_nothing_take_part() -> None:
+    """Fewer parameters than ranks. A failure means a hang in clipping, in the step or in a state dict."""
+    runtime.reset()
+    smp.init({**DP, "microbatches": 1})
+    torch.manual_seed(0)
+    module = nn.Linear(3, 1, bias=False).double()
+    plain = copy.deepcopy(module)
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    assert sorted(smp.allgather(len(optimizer.master_params), smp.WORLD)) == [0, 0, 0, 1]
+    clips: list[Any] = [
+        smp.clip_grad_norm_,
+        nn.utils.clip_grad_norm_,
+        lambda _, norm: optimizer.clip_master_grads(norm),
+    ]
+    for number, clip in enumerate(clips):
+        x = torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+        for each in (optimizer, reference):
+            each.zero_grad()
+        model(x.chunk(4)[smp.dp_rank()]).pow(2).mean().backward()
+        plain(x).pow(2).mean().backward()
+        norm = clip(model.parameters(), 1e-2)
+        assert float(norm) == pytest.approx(nn.utils.clip_grad_norm_(plain.parameters(), 1e-2).item(), rel=1e-9)
+        optimizer.step()
+        reference.step()
+        assert_close(module.weight.detach(), plain.weight.detach(), "weight", 1e-9)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.local_state_dict()))
+    whole = optimizer.state_dict()
+    assert_close(whole["state"][0]["momentum_buffer"], reference.state_dict()["state"][0]["momentum_buffer"])
+    runtime.reset()
