@@ -195,11 +195,8 @@ class OptimizerReader:
             CheckpointError: the checkpoint has no optimizer, other groups, or lacks something of the state.
         """
         groups = self._saved_groups()
-        entries = {
-            self._names[id(param)]: self._state_of(self._names[id(param)], param)
-            for group in self._inner.param_groups
-            for param in group["params"]
-        }
+        names = ((self._names[id(param)], param) for group in self._inner.param_groups for param in group["params"])
+        entries = {name: state for name, param in names if (state := self._state_of(name, param))}
         return optimizer_state.take_local(self._inner, self._names, groups, entries)
 
     def _saved_groups(self) -> list[dict[str, Any]]:

@@ -257,6 +257,11 @@ class _PartialSave:
 
     def write(self) -> None:
         directory = writer.aside(self.target, writer.WRITING)
+        if not directory.is_dir():
+            raise CheckpointError(
+                f"{directory}, which rank 0 has made, is not there: checkpoints are saved to a file system that all "
+                "ranks share"
+            )
         files = writer.write_files(directory, self.content.objects, self.content.places)
         fragment = merge([self.content.manifest], files)
         writer.write_text(_fragment(directory, self.rank), fragment.to_json())

@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
+import torch
+
 from smp import rng
 from smp.bootstrap import default_generators
 from smp.checkpoint.layout import Place
@@ -17,13 +19,13 @@ from smp.checkpoint.reader import Checkpoint
 
 
 def random_state() -> dict[str, Any]:
-    """Tensors, numbers and lists of them: a file of it loads with `weights_only=True`."""
-    python, numpy = rng.shared_states()
+    """Tensors and plain values: a file of it loads with `weights_only=True`."""
+    (version, words, gauss), numpy = rng.shared_states()
     return {
         "torch": [generator.get_state() for generator in default_generators()],
         "seed": default_generators()[0].initial_seed(),
-        "python": python,
-        "numpy": numpy,
+        "python": (version, torch.tensor(words), gauss),
+        "numpy": None if numpy is None else (numpy[0], torch.tensor(numpy[1]), *numpy[2:]),
     }
 
 
@@ -31,8 +33,10 @@ def restore(state: Mapping[str, Any]) -> None:
     """Go on where `random_state` was asked. A job with more devices or fewer restores what there is of both."""
     for generator, saved in zip(default_generators(), state["torch"], strict=False):
         generator.set_state(saved)
-    python, numpy = state["python"], state["numpy"]
-    rng.restore_shared(((python[0], tuple(python[1]), python[2]), numpy if "numpy" in sys.modules else None))
+    (version, words, gauss), numpy = state["python"], state["numpy"]
+    if numpy is not None:
+        numpy = (numpy[0], numpy[1].tolist(), *numpy[2:]) if "numpy" in sys.modules else None
+    rng.restore_shared(((version, tuple(words.tolist()), gauss), numpy))
 
 
 def reseed(state: Mapping[str, Any], place: Place) -> None:
