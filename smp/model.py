@@ -60,6 +60,10 @@ class State(enum.Enum):
 class DistributedModel(ModelViews):
     """Wraps the module to be trained. One per script.
 
+    Where the configuration says fp16 or bf16, floating-point parameters, buffers and inputs are cast to that type, in
+    place and at partition, and outputs to float32; a loss computed from these is float32. `model.backward` applies the
+    loss scale; without a pipeline `loss.backward()` does so in a step, and is refused outside of one.
+
     Args:
         module: the module, whole, on any device.
         trace_device: "gpu" or "cpu"; fake tensors need neither, so it has no effect.
