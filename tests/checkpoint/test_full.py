@@ -37,6 +37,27 @@ def test_a_full_checkpoint_resumes_on_any_degrees_and_in_plain_torch():
             (assert_equal if (pp, tp) == (2, 2) else assert_close)(job.steps(2, 3), expected)
 
 
+@on_ranks(1, config={"bf16": True, "ddp": True})
+def test_masters_and_loss_scale_are_in_a_full_checkpoint_too():
+    """Half precision weights alone would continue with rounded ones; the command line finds the masters as well."""
+    with shared_directory() as path:
+        job = Job({**grid(), "bf16": True}, dtype=None)
+        job.steps(0, 1)
+        job.save(path, "full", partial=False)
+        job.save(path, "parts")
+        expected = job.steps(2, 3)
+        job = Job({**grid(), "bf16": True}, dtype=None)
+        smp.resume_from_checkpoint(path, "full", partial=False)
+        assert_equal(job.steps(2, 3), expected)
+        assert main(["verify", str(path)]) == 0
+        assert main(["diff", str(path / "full"), str(path / "parts_partial")]) == 0
+        assert main(["consolidate", str(path / "full"), str(path / "out.pt")]) == 0
+        masters = torch.load(path / "optimizer_full")
+        loaded = torch.load(path / "out.pt")
+        for name, master in masters["_smp_fp32_masters"].items():
+            assert torch.equal(loaded[name], master)
+
+
 # Memory and bytes
 
 
