@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from smp import grad_norm, runtime
+from smp.dp.reduction import wait
 from smp.errors import UsageError
 from smp.optimizer import DistributedOptimizer
 from smp.pp.microbatch import StepOutput
@@ -82,6 +83,5 @@ class GradScaler(torch.amp.GradScaler):
         group = rt.group(CommGroup.WORLD)
         if group.size > 1:
             work = dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=group.process_group, async_op=True)
-            with rt.monitor.blocking("GradScaler: whether a gradient overflowed", group.ranks):
-                work.wait()
+            wait(work, "GradScaler: whether a gradient overflowed", group)
         return {anywhere.device: anywhere}
