@@ -551,6 +551,11 @@ class DistributedModel(ModelViews):
         """Whether the parameter or buffer of that name lives on this rank's stage."""
         return self._is_local(name)
 
+    def runs_module(self, name: str) -> bool:
+        """Whether the module of that name runs on this rank's stage."""
+        stages = self.engine.stages
+        return stages is None or stages.of_module(name) == stages.rank
+
     def holders(self, name: str) -> tuple[int, ...]:
         """The stages on which the parameter or buffer of that name lives: several for a replicated tied weight."""
         assert self.engine.stages is not None

@@ -27,6 +27,7 @@ from smp.errors import CheckpointError, UsageError
 from smp.runtime import Runtime
 from smp.topology import CommGroup
 from smp.tp.contexts import mark_of
+from smp.tp.origin import extra_names, is_extra
 from smp.tp.shard import ShardSpec, spec_of
 
 PARTIAL_KEY = "_smp_is_partial"
@@ -47,6 +48,10 @@ class StatefulModel(Protocol):
 
     @property
     def partitioned(self) -> bool: ...
+
+    def runs_module(self, name: str) -> bool:
+        """Whether the module of that name runs on this rank's stage."""
+        ...
 
     def owned(self, name: str) -> bool:
         """Whether the parameter or buffer of that name lives on this rank's stage."""
@@ -115,7 +120,7 @@ def entries_of(model: StatefulModel) -> list[_Entry]:
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for name, value in _named_state(model.module).items():
-        if isinstance(value, Tensor):
+        if not is_extra(name, value):
             names.setdefault(id(value), []).append(name)
             tensors[id(value)] = value
     return [_entry(model, tuple(names[key]), tensor) for key, tensor in tensors.items()]
@@ -125,6 +130,11 @@ def _entry(model: StatefulModel, names: tuple[str, ...], tensor: Tensor) -> _Ent
     known = next((name for name in names if name in model.stage_of), None)
     assert known is not None, f"no stage is known for {names}"
     return _Entry(names, tensor, model.stage_of[known], model.holders(known), model.owned(known))
+
+
+def _owner_of(name: str) -> str:
+    """The module whose parameter, buffer or extra state has that name."""
+    return name.rpartition(".")[0]
 
 
 def _like(source: Mapping[str, Any]) -> "OrderedDict[str, Any]":
@@ -158,10 +168,10 @@ def local_state_dict(model: StatefulModel, cast_to_cpu: bool = True) -> "Ordered
     local = _by_name({e: _output(e.tensor, cast_to_cpu) for e in entries_of(model) if e.owned})
     result = _like(state)
     for name, value in state.items():
-        if not isinstance(value, Tensor):
-            result[name] = value
-        elif name in local:
+        if name in local:
             result[name] = local[name]
+        elif is_extra(name, value) and model.runs_module(_owner_of(name)):
+            result[name] = value
     result[PARTIAL_KEY] = True
     return result
 
@@ -187,10 +197,12 @@ def full_state_dict(
         values = _whole_before_partition(model, cast_to_cpu)
     else:
         values = _gather_all(rt, model, takers, cast_to_cpu)
+        own = (name for name in extra_names(model.module) if model.runs_module(_owner_of(name)))
+        state.update(_gather_extra(rt, {name: state[name] for name in own}))
     if rt.rank not in takers:
         return OrderedDict()
     result = _like(state)
-    result.update((name, values[name] if isinstance(value, Tensor) else value) for name, value in state.items())
+    result.update((name, value if is_extra(name, value) else values[name]) for name, value in state.items())
     return result
 
 
@@ -221,6 +233,13 @@ def _gather_all(rt: Runtime, model: StatefulModel, takers: Sequence[int], cast_t
         if whole is not None:
             values[entry] = _output(whole, cast_to_cpu)
     return _by_name(values)
+
+
+def _gather_extra(rt: Runtime, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Extra state of modules of all stages, from that of this rank's; of several tensor-parallel ranks the first's."""
+    group = rt.group(CommGroup.MP_GROUP)
+    gathered = rt.transport.all_gather_object(dict(own), group) if group.size > 1 else [own]
+    return {name: value for held in reversed(gathered) for name, value in held.items()}
 
 
 def _gather(
@@ -338,7 +357,9 @@ def _apply(rt: Runtime, model: StatefulModel, pending: PendingState) -> _Incompa
     if not partial:
         _run_load_hooks(model.module, values, pending)
     entries = entries_of(model)
-    extra = [name for name, value in _named_state(model.module).items() if not isinstance(value, Tensor)]
+    extra = extra_names(model.module)
+    if partial and extra:  # their modules may have moved to other stages
+        values.update({**_gather_extra(rt, {n: v for n, v in values.items() if n in extra}), **values})
     mine = {name: tuple(value.shape) if isinstance(value, Tensor) else None for name, value in values.items()}
     gathered = rt.transport.all_gather_object((partial, mine), group) if group.size > 1 else [(partial, mine)]
     held = {rank: shapes for rank, (_, shapes) in zip(group.ranks, gathered)}
@@ -348,7 +369,7 @@ def _apply(rt: Runtime, model: StatefulModel, pending: PendingState) -> _Incompa
     _copy_in(rt, entries, values, plan)
     for name in extra:
         if name in values:
-            model.module.get_submodule(name.rpartition(".")[0]).set_extra_state(values[name])
+            model.module.get_submodule(_owner_of(name)).set_extra_state(values[name])
     return _IncompatibleKeys(plan.missing, plan.unexpected)
 
 

@@ -22,7 +22,7 @@ from smp.checkpoint.writer import Serialized
 from smp.dp.optimizer_state import NAMES_KEY, PARTIAL_KEY
 from smp.fp16.optimizer import MASTERS_KEY, SCALER_KEY
 from smp.runtime import Runtime
-from smp.tp.origin import Origin, origins, tied_names
+from smp.tp.origin import Origin, is_extra, origins, tied_names
 
 USER_CONTENT = "user_content.pt"
 
@@ -145,10 +145,10 @@ def describe(
     """
     records = record_names(obj)
     for name, key, value in _VALUES[kind](obj):
-        is_tensor = isinstance(value, Tensor)
+        is_tensor = not is_extra(name, value)
         shape = tuple(value.shape) if is_tensor else ()
         origin = known.get(name) or Origin.whole(name, shapes.get(name, shape))
-        like = is_tensor and (kind != "optimizer" or shape == shapes.get(name, shape))
+        like = is_tensor and (kind != "optimizer" or shape == shapes.get(name))
         dtype = str(value.dtype).removeprefix("torch.") if is_tensor else "object"
         record = records[storage_address(value)] if is_tensor else ""
         yield StoredTensor(kind, name, key, dtype, shape, file, record, origin.blocks, like)

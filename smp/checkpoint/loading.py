@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smp.checkpoint.archive import map_tensors
 from smp.checkpoint.content import degrees_of, place_of, sources_of
 from smp.checkpoint.layout import Degrees, Place
 from smp.checkpoint.manifest import Kind, StoredTensor
@@ -25,7 +26,7 @@ from smp.errors import CheckpointError
 from smp.fp16.optimizer import SCALER_KEY
 from smp.model_state import entries_of
 from smp.runtime import Runtime
-from smp.tp.origin import Origin, origins
+from smp.tp.origin import Origin, extra_names, origins
 
 Kinds = Sequence[tuple[Kind, str]]
 _MODEL: Kinds = (("model", ""),)
@@ -64,7 +65,9 @@ class PartialLoad:
         known = origins(self._rt.model.module)
         problems = list(self._shape_problems(known))
         if self._has("model") and self._options.strict:
-            wanted = {source for origin in known.values() for source in origin.shapes} | set(_extra(self._rt.model))
+            wanted = {source for origin in known.values() for source in origin.shapes} | set(
+                extra_names(self._rt.model.module)
+            )
             there = set(self._checkpoint.sources("model"))
             if missing := sorted(wanted - there):
                 problems.append(f"missing: {_some(missing)}")
@@ -113,7 +116,7 @@ class PartialLoad:
         """
         known = origins(self._rt.model.module)
         copies = list(self._model_copies(known)) if self._has("model") else []
-        extra = {name: self._plain(name) for name in _extra(self._rt.model) if self._checkpoint.stored("model", name)}
+        extra = {n: self._plain(n) for n in extra_names(self._rt.model.module) if self._checkpoint.stored("model", n)}
         masters = self._masters(known)
         state, scaler = None, None
         if self._wants_optimizer():
@@ -159,7 +162,8 @@ class PartialLoad:
             traffic.copied += copy.apply(self._checkpoint.value(copy.stored), tensor)
 
     def _plain(self, name: str) -> Any:
-        return self._checkpoint.value(self._checkpoint.stored("model", name, near=self._near)[0])
+        value = self._checkpoint.value(self._checkpoint.stored("model", name, near=self._near)[0])
+        return map_tensors(value, lambda tensor: tensor.clone())  # the file may be gone one day
 
     def _masters(self, known: Mapping[str, Origin]) -> dict[str, Tensor]:
         """fp32 values for the masters that this rank has: they are the weights, so they come with the model."""
@@ -286,12 +290,6 @@ def share_of(
         turn = turns[among] = turns.get(among, -1) + 1
         shares[among[turn % len(among)]].append(record)
     return shares
-
-
-def _extra(model: Any) -> list[str]:
-    """Names of the module's extra state, which is no tensor."""
-    state = model.module.state_dict(keep_vars=True)
-    return [name for name, value in state.items() if not isinstance(value, Tensor)]
 
 
 def _some(names: Sequence[str]) -> str:

@@ -76,7 +76,7 @@ def save_checkpoint(
     tag = str(tag)
     called = (os.fspath(path), tag, partial, model is None, optimizer is None, num_kept_partial_checkpoints, blocking)
     _same_everywhere(rt, "smp.save_checkpoint", called)
-    _check_save(rt, tag, model, optimizer, num_kept_partial_checkpoints)
+    _check_save(rt, tag, partial, model, optimizer, num_kept_partial_checkpoints)
     if not (partial or blocking):
         raise UsageError("blocking=False is for partial checkpoints: leave it out, or save with partial=True")
     save_id = rt.transport.broadcast_object(secrets.token_hex(8), rt.group(CommGroup.WORLD), 0)
@@ -214,9 +214,26 @@ def _same_everywhere(rt: Runtime, call: str, arguments: tuple[Any, ...]) -> None
             )
 
 
-def _check_save(rt: Runtime, tag: str, model: Any, optimizer: Any, num_kept: int | None) -> None:
-    if not tag or "/" in tag or tag.startswith(".") or tag == writer.NEWEST:
-        raise UsageError(f"tag is {tag!r}; it becomes a file's name: no '/', no '.' in front, and not 'newest'")
+def _check_save(rt: Runtime, tag: str, partial: bool, model: Any, optimizer: Any, num_kept: int | None) -> None:
+    if (
+        not tag
+        or "/" in tag
+        or tag.startswith(".")
+        or tag == writer.NEWEST
+        or tag != tag.strip()
+        or not tag.isprintable()
+    ):
+        raise UsageError(
+            f"tag is {tag!r}; it becomes a file's name: no '/', no '.' in front, no blanks at its ends, no control "
+            "characters, and not 'newest'"
+        )
+    if not partial and (
+        tag.startswith(("optimizer_", "user_content_")) or tag.endswith(("_partial", ".manifest.json"))
+    ):
+        raise UsageError(
+            f"tag is {tag!r}; of a full checkpoint it must not begin with 'optimizer_' or 'user_content_' nor end with "
+            "'_partial' or '.manifest.json': files of other checkpoints are called so"
+        )
     if model is not None and model is not rt.model:
         raise UsageError(f"model must be the job's DistributedModel or None, got {type(model).__name__}")
     if optimizer is not None and optimizer is not rt.optimizer:

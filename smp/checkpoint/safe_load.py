@@ -39,6 +39,7 @@ def allowed_globals() -> list[Any]:
 
     plain = [
         argparse.Namespace,
+        bytes,  # numpy writes arrays without elements with it
         frozenset,
         slice,
         range,
@@ -78,29 +79,35 @@ def configurations(names: Iterable[str]) -> list[Any]:
 
 def forbidden_classes(f: str | PathLike[str] | IO[bytes]) -> list[str]:
     """Full names of the classes in a tensor file that are not allowed with `weights_only=True`."""
-    with torch.serialization.safe_globals(allowed_globals()):
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(f)
-    known = {f"{value.__module__}.{value.__qualname__}" for value in configurations(names)}
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(f)
+    known = {f"{value.__module__}.{value.__qualname__}" for value in [*allowed_globals(), *configurations(names)]}
     return sorted(name for name in names if name not in known)
+
+
+def refuse_forbidden(f: str | PathLike[str] | IO[bytes], what: str) -> None:
+    """Raises CheckpointError naming the classes in a tensor file that could not be read again: better when the job
+    saves than when it is resumed.
+    """
+    if names := forbidden_classes(f):
+        raise CheckpointError(
+            f"{what} holds {', '.join(names)}: not allowed in a checkpoint, which is read without running code from "
+            "it. Save plain values instead (a dict, vars(obj), obj.state_dict()), or allow the class with "
+            "torch.serialization.add_safe_globals([...]) in the script that saves and in the one that resumes"
+        )
 
 
 def serialize(obj: Any, what: str) -> bytes:
     """`obj` as `torch.save` writes it, after making sure that it can be read again.
 
     Raises:
-        CheckpointError: it holds a class that is not allowed; names it. Better now than when the job is resumed.
+        CheckpointError: it holds a class that is not allowed; names it.
     """
     buffer = io.BytesIO()
     try:
         torch.save(obj, buffer)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{what} cannot be saved: {error}") from error
-    if names := forbidden_classes(io.BytesIO(buffer.getvalue())):
-        raise CheckpointError(
-            f"{what} holds {', '.join(names)}: not allowed in a checkpoint, which is read without running code from "
-            "it. Save plain values instead (a dict, vars(obj), obj.state_dict()), or allow the class with "
-            "torch.serialization.add_safe_globals([...]) in the script that saves and in the one that resumes"
-        )
+    refuse_forbidden(io.BytesIO(buffer.getvalue()), what)
     try:
         load_file(io.BytesIO(buffer.getvalue()))
     except CheckpointError as error:

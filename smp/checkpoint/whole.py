@@ -24,7 +24,7 @@ from smp.checkpoint.streamed import SAFETENSORS_NAMES
 from smp.dp.optimizer_state import PARTIAL_KEY
 from smp.errors import CheckpointError
 from smp.state_mod import state as smp_state
-from smp.tp.origin import Origin, origins, tied_names
+from smp.tp.origin import Origin, is_extra, origins, tied_names
 
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
@@ -108,7 +108,7 @@ class Names:
         for name, value in values.items():
             if name == PARTIAL_KEY:
                 continue
-            if not isinstance(value, Tensor):
+            if is_extra(name, value):
                 yield StoredTensor("model", name, "", "object", (), file, "", Origin.whole(name, ()).blocks, False)
                 continue
             shape = tuple(value.shape)

@@ -28,6 +28,7 @@ from smp.checkpoint.archive import records_of
 from smp.checkpoint.files import flush_directory, flush_file
 from smp.checkpoint.layout import Place
 from smp.checkpoint.manifest import Manifest, StoredFile
+from smp.checkpoint.safe_load import refuse_forbidden
 from smp.errors import CheckpointError
 
 NEWEST = "newest"
@@ -60,7 +61,7 @@ def write_files(
     """Writes and flushes each object to its file; returns what the manifest says of the files.
 
     Raises:
-        CheckpointError: the disk refuses; names the file.
+        CheckpointError: the disk refuses, or an object holds a class that could not be read again; names the file.
     """
     written = {}
     for name, obj in objects.items():
@@ -74,6 +75,8 @@ def write_files(
                     torch.save(obj, out)
                 on_step(f"flush {name}")
                 flush_file(out)
+            if not isinstance(obj, Serialized):
+                refuse_forbidden(path, name)
             written[name] = StoredFile(path.stat().st_size, places[name], records_of(path))
         except (OSError, RuntimeError) as error:
             raise CheckpointError(f"{path} cannot be written: {error}") from error

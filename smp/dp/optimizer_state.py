@@ -154,16 +154,37 @@ def _key(rt: Runtime, name: str, param: Tensor) -> Key:
 def take_local(
     optimizer: Optimizer, names: Mapping[int, str], groups: Sequence[Mapping[str, Any]], entries: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A state dict that `optimizer.load_state_dict` takes: options from `groups`, state from `entries` by name."""
+    """A state dict that `optimizer.load_state_dict` takes: options from `groups`, state from `entries` by name.
+
+    Raises:
+        CheckpointError: the groups are those of another kind of optimizer.
+    """
+    _check_options(optimizer, groups)
     state, packed, start = {}, [], 0
     for group, saved in zip(optimizer.param_groups, groups):
         options = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
         packed.append({**options, "params": list(range(start, start + len(group["params"])))})
         for position, param in enumerate(group["params"], start):
-            if (entry := entries.get(names[id(param)])) is not None:
+            if entry := entries.get(names[id(param)]):
                 state[position] = entry
         start += len(group["params"])
     return {"state": state, "param_groups": packed}
+
+
+def _check_options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raises CheckpointError when `groups` lack options of `optimizer`, beyond those that its class adds by itself to
+    groups that older versions of it saved.
+    """
+    trial = object.__new__(type(optimizer))
+    trial.__dict__.update(optimizer.__dict__)
+    trial.__setstate__({"state": {}, "param_groups": [{**group, "params": []} for group in groups]})
+    for group in trial.param_groups:
+        if lacking := sorted(optimizer.defaults.keys() - group.keys()):
+            raise CheckpointError(
+                f"the saved optimizer has no option {', '.join(map(repr, lacking))}, which {type(optimizer).__name__} "
+                "has: it was of another kind. Make the same one, or load without the optimizer's state "
+                "(resume_from_checkpoint(load_optimizer=False))"
+            )
 
 
 def split_full(

@@ -88,6 +88,10 @@ class StageMap:
                 found.setdefault(id(parameter), set()).add(self._stage_for(prefix, own_stage))
         return {key: tuple(sorted(stages)) for key, stages in found.items()}
 
+    def of_module(self, name: str) -> int:
+        """The stage of a module; of one whose children lie on several, that of its own parameters."""
+        return self._stage_for(name, self.own_stage)
+
     def _stage_for(self, prefix: str, own_stage: dict[str, int]) -> int:
         stage = self.assignment.get(prefix)
         if stage is None:

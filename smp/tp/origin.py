@@ -15,6 +15,7 @@ the user's module. Pure values; recorded by `convert`, needed by checkpoints.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -174,11 +175,21 @@ def tied_names(module: nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(known for known in names if len(known) > 1)
 
 
+def is_extra(name: str, value: Any) -> bool:
+    """Whether an entry of a state dict is what a module's `get_extra_state` gave: a value, also when it is a tensor."""
+    return not isinstance(value, Tensor) or name.rpartition(".")[2] == "_extra_state"
+
+
+def extra_names(module: nn.Module) -> list[str]:
+    """Names of the extra state in a module's state dict."""
+    return [name for name, value in module.state_dict(keep_vars=True).items() if is_extra(name, value)]
+
+
 def _tensors(module: nn.Module) -> list[tuple[tuple[str, ...], Tensor]]:
     """The tensors in a model's state dict, with all names of each."""
     found: dict[int, tuple[tuple[str, ...], Tensor]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if isinstance(tensor, Tensor):
+        if not is_extra(name, tensor):
             names, _ = found.get(id(tensor), ((), tensor))
             found[id(tensor)] = (*names, name), tensor
     return list(found.values())

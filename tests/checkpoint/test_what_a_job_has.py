@@ -1,0 +1,168 @@
+"""What a script may have beside the parameters of its model: it is saved and found again, or refused when it saves."""
+
+import argparse
+
+import pytest
+import torch
+from torch import nn
+
+import smp
+from smp import runtime
+from smp.errors import CheckpointError, UsageError
+from tests.harness import on_ranks
+from tests.stateful import shared_directory
+
+
+class Counting(nn.Module):
+    """Counts its calls in extra state."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.calls = calls
+        self.linear = nn.Linear(4, 4)
+
+    def get_extra_state(self):
+        return self.calls
+
+    def set_extra_state(self, state):
+        self.calls = state
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return self.linear(x)
+
+
+def counting_job(stages, start):
+    runtime.reset()
+    smp.init({"pipeline_parallel_degree": stages, "ddp": True})
+    module = nn.Sequential(Counting(start), Counting(start))
+    smp.set_partition(module[0], 0)
+    smp.set_partition(module[1], stages - 1)
+    model = smp.DistributedModel(module)
+
+    @smp.step
+    def run(x):
+        loss = model(x).sum()
+        model.backward(loss)
+        return loss
+
+    return model, lambda: run(torch.ones(2, 4))
+
+
+def calls(model):
+    return [int(module.calls) for module in model.module]
+
+
+@pytest.mark.parametrize("start", [0, torch.tensor(0)])
+@on_ranks(2, config={"ddp": True}, timeout=120)
+def test_extra_state_is_that_of_the_stage_that_ran_the_module(start):
+    """Every rank has a copy of every module, and those of other stages never ran: taken from there, the state of the
+    beginning would come back."""
+    with shared_directory() as directory:
+        model, step = counting_job(2, start)
+        step()
+        step()
+        assert calls(model) == ([2, 0], [0, 2])[smp.pp_rank()]
+        smp.save_checkpoint(directory, "a", model=model)
+        smp.save_checkpoint(directory, "full", partial=False, model=model)
+        whole, part = model.state_dict(), model.local_state_dict()
+        assert [int(whole[f"{number}._extra_state"]) for number in range(2)] == [2, 2]
+        model.load_state_dict(part)
+        assert calls(model) == [2, 2]
+        for tag, partial in (("a", True), ("full", False)):
+            model, step = counting_job(1, start)
+            smp.resume_from_checkpoint(directory, tag, partial=partial, load_optimizer=False)
+            assert calls(model) == [2, 2]
+
+
+def job(make):
+    runtime.reset()
+    smp.init({})
+    model = smp.DistributedModel(nn.Linear(3, 2))
+    return model, smp.DistributedOptimizer(make(list(model.parameters())))
+
+
+def update(model, optimizer, *others):
+    optimizer.zero_grad()
+    loss = model(torch.ones(2, 3)).square().sum() + sum(other.square().sum() for other in others)
+    model.backward(loss)
+    optimizer.step()
+
+
+def hook(parameter):
+    return parameter
+
+
+@on_ranks(1, config={})
+def test_what_could_not_be_read_again_is_refused_when_it_is_saved():
+    """Found out when the job is resumed, weeks of training are in a file that nobody reads."""
+    with shared_directory() as directory:
+        for option in (hook, Counting(0)):
+            model, optimizer = job(lambda params, option=option: torch.optim.SGD([{"params": params, "mine": option}]))
+            with pytest.raises(CheckpointError, match=r"optimizer_0_0.pt holds .*(hook|Counting).*add_safe_globals"):
+                smp.save_checkpoint(directory, "a", model=model, optimizer=optimizer)
+            assert not any(directory.iterdir())
+        model, optimizer = job(lambda params: torch.optim.SGD([{"params": params, "mine": argparse.Namespace(a=1)}]))
+        smp.save_checkpoint(directory, "a", model=model, optimizer=optimizer)
+        smp.resume_from_checkpoint(directory, "a")
+        assert optimizer.param_groups[0]["mine"] == argparse.Namespace(a=1)
+
+
+SGD = torch.optim.SGD
+KINDS = [
+    (lambda params: SGD(params, lr=0.1, momentum=0.9), torch.optim.AdamW),
+    (torch.optim.AdamW, lambda params: SGD(params, lr=0.1, momentum=0.9)),
+    (torch.optim.Adagrad, torch.optim.RMSprop),
+    (torch.optim.AdamW, lambda params: smp.optimizers.FusedLAMB(params)),
+]
+
+
+@pytest.mark.parametrize("number", range(len(KINDS)))
+@on_ranks(1, config={})
+def test_the_state_of_another_kind_of_optimizer_is_refused(number):
+    """Its options and state would be mixed with the job's: the next step fails, or goes wrong without a word."""
+    saved, made = KINDS[number]
+    with shared_directory() as directory:
+        model, optimizer = job(saved)
+        update(model, optimizer)
+        state = optimizer.state_dict()
+        smp.save_checkpoint(directory, "a", model=model, optimizer=optimizer)
+        model, optimizer = job(made)
+        before = [parameter.clone() for parameter in model.parameters()]
+        with pytest.raises(CheckpointError, match="has no option .* it was of another kind"):
+            smp.resume_from_checkpoint(directory, "a")
+        with pytest.raises(CheckpointError, match="has no option .* it was of another kind"):
+            optimizer.load_state_dict(state)
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+        smp.resume_from_checkpoint(directory, "a", load_optimizer=False)
+        update(model, optimizer)
+
+
+@on_ranks(1, config={})
+def test_state_of_parameters_beside_the_model_comes_back():
+    """A loss with parameters of its own is trained by the same optimizer; its step counter has not its shape."""
+    with shared_directory() as directory:
+        own = nn.Parameter(torch.ones(3))
+        model, optimizer = job(lambda params: torch.optim.AdamW([{"params": params}, {"params": [own]}]))
+        for _ in range(2):
+            update(model, optimizer, own)
+        want = {key: value.clone() for key, value in optimizer.state[own].items()}
+        smp.save_checkpoint(directory, "a", model=model, optimizer=optimizer)
+        model, optimizer = job(lambda params: torch.optim.AdamW([{"params": params}, {"params": [own]}]))
+        smp.resume_from_checkpoint(directory, "a")
+        got = optimizer.state[own]
+        assert got.keys() == want.keys() and all(torch.equal(got[key], want[key]) for key in want)
+
+
+@on_ranks(1, config={})
+def test_tags_that_would_hide_or_overwrite_another_checkpoint_are_refused():
+    """`newest` is a line of text, and the files of a full checkpoint have fixed names beside its own."""
+    model, _ = job(torch.optim.AdamW)
+    with shared_directory() as directory:
+        for tag in ("a ", " a", "a\n", "a\0b"):
+            with pytest.raises(UsageError, match="it becomes a file's name"):
+                smp.save_checkpoint(directory, tag, model=model)
+        for tag in ("optimizer_5", "user_content_5", "5.manifest.json", "5_partial"):
+            with pytest.raises(UsageError, match="files of other checkpoints are called so"):
+                smp.save_checkpoint(directory, tag, partial=False, model=model)
+            smp.save_checkpoint(directory, tag, model=model)
