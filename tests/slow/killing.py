@@ -8,6 +8,7 @@ Forked ranks start in a fraction of a second, so that fifty kills fit into minut
 variables of torchrun. What they have to say goes to a journal, a line at a time, and outlives them.
 """
 
+import atexit
 import faulthandler
 import hashlib
 import json
@@ -320,7 +321,12 @@ class Driver:
         os.environ.update({"MASTER_ADDR": "127.0.0.1", **{key: str(value) for key, value in place.items()}})
         faulthandler.register(signal.SIGUSR1, all_threads=True)
         target(self.root, self.jobs, *arguments)
-        sys.exit()  # like any script: the ranks wait for each other; an exception is handled as in any job, too
+        # Like any script, but without taking the interpreter apart: the ranks wait for each other. An exception is
+        # handled as in any job.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 class Broken(Exception):
