@@ -7,9 +7,9 @@ rank 0                                                       (2) has all: makes 
 every rank                                                   (4) reads the verdict; the last one deletes the keys
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from smp.comm.entry import Store
+from smp.comm.entry import Store, by_ranks
 
 # Returns when a test comes true. The main thread's waits are watched; a background thread sleeps in between.
 Waiter = Callable[[Callable[[], bool]], None]
@@ -29,11 +29,8 @@ class Agreement:
     def problems(self, wait: Waiter) -> str:
         """(2) What all ranks have reported, in words; empty when all went well. On rank 0."""
         wait(lambda: self._store.add(f"{self._base}/count", 0) >= self._size)
-        by_text: dict[str, list[int]] = {}
-        for rank in range(self._size):
-            if text := self._store.get(f"{self._base}/{rank}").decode():
-                by_text.setdefault(text, []).append(rank)
-        return "\n".join(f"{_ranks(ranks)}: {text}" for text, ranks in by_text.items())
+        said = {rank: self._store.get(f"{self._base}/{rank}").decode() for rank in range(self._size)}
+        return by_ranks({rank: text for rank, text in said.items() if text})
 
     def settle(self, verdict: str) -> None:
         """(3) How the save ended. On rank 0."""
@@ -48,7 +45,3 @@ class Agreement:
             for name in ("count", "verdict", "read", *map(str, range(self._size))):
                 self._store.delete_key(f"{self._base}/{name}")
         return text
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -14,10 +14,9 @@ from smp.checkpoint.finder import Found, Style
 from smp.checkpoint.layout import Degrees, part_name
 from smp.checkpoint.loading import Options
 from smp.checkpoint.partial import load
-from smp.comm.entry import raise_alike
+from smp.comm.entry import together
 from smp.errors import CheckpointError
 from smp.runtime import Runtime
-from smp.topology import CommGroup
 
 
 def resume(rt: Runtime, found: Found, options: Options) -> Any:
@@ -26,21 +25,20 @@ def resume(rt: Runtime, found: Found, options: Options) -> Any:
     Raises:
         CheckpointError: it was saved on other degrees, a file is missing or damaged, or it does not fit; on all ranks.
     """
-    result: tuple[Any, Any, Any] = (None, None, None)
-    error: Exception | None = None
-    try:
-        one_dict = found.style is Style.OLD_FILES
-        result = _from_one_dict(load(found.path), found) if one_dict else _from_directory(rt, found.path)
-        if options.load_optimizer and rt.optimizer is not None and result[1] is None:
-            raise CheckpointError(f"{found.path} holds no optimizer state: resume with load_optimizer=False")
-    except CheckpointError as caught:
-        error = caught
-    raise_alike(rt, rt.group(CommGroup.WORLD), error)
-    model_state, optimizer_state, user_content = result
+    model_state, optimizer_state, user_content = together(rt, lambda: _read(rt, found, options))
     rt.model.load_state_dict(model_state, strict=options.strict)
     if options.load_optimizer and rt.optimizer is not None:
         rt.optimizer.load_state_dict(optimizer_state)
     return user_content
+
+
+def _read(rt: Runtime, found: Found, options: Options) -> tuple[Any, Any, Any]:
+    """This rank's (model's state, optimizer's state, the rest)."""
+    one_dict = found.style is Style.OLD_FILES
+    parts = _from_one_dict(load(found.path), found) if one_dict else _from_directory(rt, found.path)
+    if options.load_optimizer and rt.optimizer is not None and parts[1] is None:
+        raise CheckpointError(f"{found.path} holds no optimizer state: resume with load_optimizer=False")
+    return parts
 
 
 def _from_one_dict(saved: Any, found: Found) -> tuple[Any, Any, Any]:

@@ -16,7 +16,7 @@ the others gave up as its own, so that the next call finds all of them at the sa
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from smp.errors import CheckpointError, CommError
@@ -153,13 +153,8 @@ def raise_alike(rt: "Runtime", group: "Group", error: Exception | None) -> None:
             raise error
         return
     said = rt.transport.all_gather_object(None if error is None else f"{error}", group)
-    by_message: dict[str, list[int]] = {}
-    for rank, message in zip(group.ranks, said):
-        if message is not None:
-            by_message.setdefault(message, []).append(rank)
-    if by_message:
-        lines = [f"{_ranks(ranks)}: {message}" for message, ranks in by_message.items()]
-        raise CheckpointError("\n".join(lines)) from error
+    if text := by_ranks({rank: message for rank, message in zip(group.ranks, said) if message is not None}):
+        raise CheckpointError(text) from error
 
 
 def together(rt: "Runtime", work: Callable[[], Result]) -> Result:
@@ -172,6 +167,14 @@ def together(rt: "Runtime", work: Callable[[], Result]) -> Result:
         error = caught
     raise_alike(rt, rt.group(CommGroup.WORLD), error)
     return result  # type: ignore[return-value]
+
+
+def by_ranks(said: Mapping[int, str]) -> str:
+    """What ranks say, a line for each thing said with all who say it in front; empty when nobody says anything."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, message in said.items():
+        ranks_of.setdefault(message, []).append(rank)
+    return "\n".join(f"{_ranks(ranks)}: {message}" for message, ranks in ranks_of.items())
 
 
 def _ranks(ranks: Sequence[int]) -> str:
