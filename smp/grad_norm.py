@@ -188,16 +188,25 @@ def _holders_of_gradients(rt: Runtime) -> list[Tensor]:
 
 
 def _refuse_scaled(rt: Runtime, params: Iterable[Tensor]) -> None:
-    """Gradients of the model's parameters are no gradients of the loss while they are multiplied by a loss scale."""
-    scaler = rt.optimizer.loss_scaler if rt.optimizer is not None else None
-    if scaler is not None and scaler.scales:
-        masters = {id(param) for param in rt.optimizer.master_params}
-        if any(param.grad is not None and id(param) not in masters for param in params):
-            raise UsageError(
-                f"clipping: these gradients are multiplied by the loss scale, {scaler.loss_scale:g}. Call "
-                "optimizer.clip_master_grads(max_norm) instead, which clips the gradients of the fp32 masters and "
-                "returns their norm"
-            )
+    """Gradients of the model's parameters are no gradients of the loss while they are multiplied by a loss scale, and
+    none that the update works on once masters have taken copies of them."""
+    optimizer = rt.optimizer
+    if optimizer is None or optimizer.loss_scaler is None:
+        return
+    masters = {id(param) for param in optimizer.master_params}
+    instead = (
+        "Call optimizer.clip_master_grads(max_norm) instead, which clips the gradients of the fp32 masters and returns "
+        "their norm"
+    )
+    if optimizer.loss_scaler.scales and any(p.grad is not None and id(p) not in masters for p in params):
+        raise UsageError(
+            f"clipping: these gradients are multiplied by the loss scale, {optimizer.loss_scale:g}. {instead}"
+        )
+    if any(optimizer.has_copied_gradient(param) for param in params):
+        raise UsageError(
+            "clipping: the fp32 masters have copies of these gradients since optimizer.update_master_grads(), and "
+            f"step() works on the copies. {instead}"
+        )
 
 
 def _shard(param: Tensor) -> Any:

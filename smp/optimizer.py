@@ -98,6 +98,7 @@ class DistributedOptimizer(FP16_Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch does; its parameters may be of any stage."""
+        self._refuse_known(param_group, [param for group in self._given for param in group])
         self.optimizer.add_param_group(param_group)
         self._given.append(list(self.optimizer.param_groups[-1]["params"]))
         self._layout, self._ties_checked = None, False
@@ -133,6 +134,11 @@ class DistributedOptimizer(FP16_Optimizer):
             raise UsageError(
                 "torch's GradScaler would skip steps on some ranks and not on others; use smp.amp.GradScaler, which "
                 "has the same interface"
+            )
+        if self.loss_scaler is not None and rt.optimizer is not self:
+            raise UsageError(
+                "another DistributedOptimizer has been made since this one; with fp16 or bf16, where masters and the "
+                "loss scale are those of the last one, a script has one: give it all parameters, in several groups"
             )
         if not self._ties_checked and rt.model is not None and rt.model.partitioned:
             self._ties_checked = True
@@ -321,6 +327,7 @@ class DistributedOptimizer(FP16_Optimizer):
     def masters_by_name(self) -> dict[str, Tensor]:
         """The fp32 masters that this rank updates, live, by the names of their parameters; none in full precision."""
         names = self._names()
+        self._masters.follow()
         return {names[id(master)]: master.detach() for master in self._masters.masters}
 
     def load_masters(self, values: Mapping[str, Tensor]) -> None:

@@ -40,6 +40,10 @@ class Masters:
         """Whether the model's parameter `half` has one of these masters."""
         return id(half) in self._place_of_half
 
+    def master_of(self, half: Tensor) -> Parameter | None:
+        """The master of the model's parameter `half`; None when it has none."""
+        return self.masters[self._place_of_half[id(half)]] if self.has_master(half) else None
+
     def pairs(self) -> Iterator[tuple[Parameter, Parameter]]:
         """Each parameter with its master."""
         return zip(self.halves, self.masters)
@@ -117,8 +121,9 @@ class Masters:
         self._versions = [half._version for half in self.halves]
 
     @torch.no_grad()
-    def take_gradients(self) -> None:
-        """Masters' gradients become those of their parameters: the same tensor when it is fp32, else a copy of it."""
+    def take_gradients(self) -> bool:
+        """Masters' gradients become those of their parameters: the same tensor when it is fp32, else a copy of it.
+        Returns whether any is a copy."""
         copies, sources = [], []
         for half, master in self.pairs():
             grad = half.grad
@@ -133,6 +138,7 @@ class Masters:
                 sources.append(grad)
         if copies:
             torch._foreach_copy_(copies, sources)
+        return any(master.grad is not half.grad for half, master in self.pairs())
 
     def release_shared_gradients(self) -> None:
         """Masters let go of gradients that are their parameters' own, so that the model can free them."""
@@ -145,6 +151,7 @@ class Masters:
     @contextmanager
     def as_state(self, optimizer: Optimizer) -> Iterator[None]:
         """Inside, each master is an entry of its own state."""
+        self.follow()
         for master in self.masters:
             optimizer.state[master][MASTER_KEY] = master.detach()
         try:

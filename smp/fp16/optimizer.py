@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from smp import log
 from smp.dp.optimizer_state import MASTERS_KEY
 from smp.errors import StepError, UsageError
+from smp.fp16.gradients import HALF
 from smp.fp16.master import Masters
 from smp.fp16.scaler import WARN_AFTER, LossScaler, make_scaler
 
@@ -68,8 +69,8 @@ class FP16_Optimizer(Optimizer):
         self._grads_are_ready = False  # those of the masters are final and unscaled
         # By what parameters' gradients are multiplied: those that masters copy, those that masters share. None: nothing
         # is known about any.
-        self._scale_of_copied: float | None = None
-        self._scale_of_shared: float | None = None
+        has_gradients = any(param.grad is not None for group in optimizer.param_groups for param in group["params"])
+        self._scale_of_copied = self._scale_of_shared = 1.0 if has_gradients else None  # nobody can have scaled those
         self._looks_for_overflow = self._prepare()
 
     def _prepare(self) -> bool:
@@ -114,8 +115,17 @@ class FP16_Optimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch does; half precision parameters get masters."""
+        self._refuse_known(param_group, self._masters.halves)
         self.optimizer.add_param_group(param_group)
         self._masters.install(self.optimizer)
+
+    def _refuse_known(self, param_group: dict[str, Any], known: Iterable[Tensor]) -> None:
+        """torch itself finds a parameter that is in a group already, but not when its master is there in its place."""
+        params = param_group["params"]
+        param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
+        ids = {id(param) for param in known}
+        if any(id(param) in ids for param in param_group["params"]):
+            raise UsageError("add_param_group: some parameters are in a group of this optimizer already")
 
     def register_step_pre_hook(self, hook: Any) -> Any:
         return self.optimizer.register_step_pre_hook(hook)
@@ -154,6 +164,13 @@ class FP16_Optimizer(Optimizer):
     def master_is_distributed(self, param: Tensor) -> bool:
         """Whether `param`, one of `master_params`, is a part of a distributed parameter."""
         return getattr(param, "_smp_shard", None) is not None
+
+    def has_copied_gradient(self, half: Tensor) -> bool:
+        """Whether the next step works on a copy of this gradient of a half precision parameter."""
+        if half.grad is None or half.dtype not in HALF or not self._grads_are_ready:
+            return False
+        master = self._masters.master_of(half)
+        return master is not None and master.grad is not half.grad
 
     def init_master_params(self) -> None:
         """Masters take the values of the model's parameters."""
@@ -237,9 +254,10 @@ class FP16_Optimizer(Optimizer):
         `step` and `clip_master_grads` do it where the script has not.
         """
         self._reduce_gradients()
-        self._grads_are_ready = self._looks_for_overflow  # where it is not, they are made anew, which costs nothing
         self._masters.follow()
-        self._masters.take_gradients()
+        has_copies = self._masters.take_gradients()
+        # Else they are made anew, which costs nothing and loses nothing: a clipped gradient is the parameter's own.
+        self._grads_are_ready = self._looks_for_overflow or has_copies
         if self._looks_for_overflow:
             self.overflow = self._any_rank(self._unscale())
 
@@ -301,6 +319,7 @@ class FP16_Optimizer(Optimizer):
             self.update_master_grads()
         self._grads_are_ready = False
         if self._looks_for_overflow and self._settle_scale():
+            self._masters.release_shared_gradients()
             return None
         return self._update(None)
 
@@ -378,6 +397,7 @@ class FP16_Optimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state dict, the masters by position, and the loss scaler's state."""
+        self._masters.follow()
         positions = {id(param): place for place, param in enumerate(self.master_params)}
         masters = {positions[id(master)]: master.detach() for master in self._masters.masters}
         return {**self.optimizer.state_dict(), MASTERS_KEY: masters, SCALER_KEY: self.scaler_state()}

@@ -10,7 +10,8 @@
 Every rank keeps a scaler of its own and tells it the same, so all have the same scale.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -123,33 +124,38 @@ def make_scaler(static: float | None, dynamic: bool, dynamic_args: Mapping[str, 
     """
     if not dynamic:
         scale = 1.0 if static is None else static
-        _check(static=(scale, scale > 0))
+        _check({"static": scale})
         return LossScaler(float(scale), min_scale=0.0, max_scale=max(float(scale), MAX_SCALE))
-    args = dict(dynamic_args or {})
+    args = {"init_scale": 2.0**32, **(dynamic_args or {})}
     if unknown := sorted(set(args) - set(_DYNAMIC)):
         raise UsageError(f"dynamic_loss_args: unknown {', '.join(unknown)}; known are {', '.join(_DYNAMIC)}")
-    init = args.pop("init_scale", 2.0**32)
-    scaler = LossScaler(float(init), True, max_scale=max(float(init), MAX_SCALE), **args)
-    _check(
-        init_scale=(init, init >= scaler.min_scale > 0),
-        scale_factor=(scaler.scale_factor, scaler.scale_factor > 1),
-        scale_window=(scaler.scale_window, scaler.scale_window >= 1),
-        min_scale=(scaler.min_scale, scaler.min_scale > 0),
-        delayed_shift=(scaler.delayed_shift, scaler.delayed_shift >= 1),
-    )
+    _check(args)
+    init = float(args.pop("init_scale"))
+    scaler = LossScaler(init, True, max_scale=max(init, MAX_SCALE), **args)
+    if init < scaler.min_scale:
+        raise UsageError(f"loss scale: init_scale must be at least min_scale, {scaler.min_scale!r}, got {init!r}")
     return scaler
 
 
-_ALLOWED = {
-    "static": "static_loss_scale must be above 0",
-    "init_scale": "init_scale must be at least min_scale",
-    "scale_factor": "scale_factor must be above 1",
-    "scale_window": "scale_window must be at least 1",
-    "min_scale": "min_scale must be above 0",
-    "delayed_shift": "delayed_shift must be at least 1",
+def _is_factor(value: Any, above: float = 0.0) -> bool:
+    return isinstance(value, int | float) and above < value < math.inf
+
+
+def _is_count(value: Any) -> bool:
+    return _is_factor(value) and value >= 1 and value == int(value)  # scripts parse a window as a float
+
+
+_ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "static": ("static_loss_scale must be a finite number above 0", _is_factor),
+    "init_scale": ("init_scale must be a finite number above 0", _is_factor),
+    "scale_factor": ("scale_factor must be a finite number above 1", lambda value: _is_factor(value, 1.0)),
+    "scale_window": ("scale_window must be a whole number, at least 1", _is_count),
+    "min_scale": ("min_scale must be a finite number above 0", _is_factor),
+    "delayed_shift": ("delayed_shift must be a whole number, at least 1", _is_count),
+    "consecutive_hysteresis": ("consecutive_hysteresis must be True or False", lambda value: isinstance(value, bool)),
 }
 
 
-def _check(**values: tuple[Any, bool]) -> None:
-    if wrong := [f"{_ALLOWED[name]}, got {value!r}" for name, (value, is_right) in values.items() if not is_right]:
+def _check(values: Mapping[str, Any]) -> None:
+    if wrong := [f"{_ALLOWED[key][0]}, got {value!r}" for key, value in values.items() if not _ALLOWED[key][1](value)]:
         raise UsageError("loss scale: " + "; ".join(wrong))

@@ -258,6 +258,52 @@ def test_state_of_the_inner_optimizer_survives_the_wrapping() -> None:
     assert len(optimizer.state) == len(expected)
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_the_step_works_on_clipped_gradients(dtype: torch.dtype, by_torch: bool) -> None:
+    """Also where masters have copies of the gradients and no overflow is looked for: making the copies anew in step()
+    would undo the clipping without a word."""
+    module, optimizer, compute = make(dtype, "SGD")
+    for group in optimizer.param_groups:
+        group.update(lr=1.0, momentum=0.0, weight_decay=0.0)
+    before = [param.detach().clone() for param in optimizer.master_params]
+    compute(0)
+    if by_torch:
+        optimizer.update_master_grads()
+        torch.nn.utils.clip_grad_norm_(optimizer.master_params, 1e-3)
+    else:
+        assert optimizer.clip_master_grads(1e-3) > 1e-2
+    optimizer.step()
+    moved = torch.stack([(a - b).norm() for a, b in zip(before, optimizer.master_params, strict=True)]).norm()
+    torch.testing.assert_close(moved.item(), 1e-3, rtol=2e-2, atol=0)
+
+
+def test_gradients_from_before_the_optimizer_are_not_divided_by_its_scale() -> None:
+    """Nobody can have multiplied them; the first step would do nothing."""
+    module = FP16_Module(layers(), torch.float16)
+    module(inputs(0)).square().mean().backward()
+    expected = [param.grad.float() for param in module.parameters()]
+    optimizer = FP16_Optimizer(torch.optim.SGD(module.parameters(), lr=0.1), dynamic_loss_scale=True)
+    optimizer.update_master_grads()
+    torch.testing.assert_close([param.grad for param in optimizer.master_params], expected, rtol=0, atol=0)
+
+
+def test_a_parameter_has_one_master() -> None:
+    """A second one would write over the first one's updates."""
+    module, optimizer, _ = make(torch.bfloat16)
+    with pytest.raises(UsageError, match="in a group of this optimizer already"):
+        optimizer.add_param_group({"params": iter([module.module[0].weight])})
+    assert len(optimizer.master_params) == len(list(module.parameters()))
+
+
+def test_a_state_dict_has_weights_that_were_written_since_the_last_step() -> None:
+    """Saved with masters from before, the weights would jump back when it is loaded."""
+    module, optimizer, _ = make(torch.bfloat16)
+    with torch.no_grad():
+        module.module[0].weight.fill_(3.0)
+    assert torch.equal(optimizer.state_dict()["_smp_fp32_masters"][0], torch.full((8, 4), 3.0))
+
+
 def test_what_scripts_ask_for() -> None:
     """Groups of both precisions side by side; all are cleared together."""
     module = FP16_Module(layers(), torch.float16)

@@ -104,11 +104,14 @@ def test_it_continues_from_its_state(cut: int) -> None:
     ("arguments", "names"),
     [
         ({"initial_scale": 4}, "initial_scale.*init_scale"),
-        ({"scale_factor": 1.0}, "scale_factor must be above 1, got 1.0"),
+        ({"scale_factor": 1.0}, "scale_factor must be a finite number above 1, got 1.0"),
         ({"scale_window": 0}, "scale_window"),
         ({"min_scale": 0.0}, "min_scale"),
         ({"init_scale": 1, "min_scale": 2.0}, "init_scale"),
         ({"delayed_shift": 0}, "delayed_shift"),
+        ({"scale_window": 2.5}, "scale_window must be a whole number"),
+        ({"init_scale": "2"}, "init_scale must be a finite number above 0, got '2'"),
+        ({"min_scale": None, "scale_factor": float("inf")}, "min_scale .* got None; scale_factor .* got inf"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(arguments: dict[str, Any], names: str) -> None:
@@ -119,7 +122,7 @@ def test_arguments_that_cannot_work_are_refused(arguments: dict[str, Any], names
 
 def test_a_wrong_static_scale_or_state_is_refused() -> None:
     """By name."""
-    with pytest.raises(UsageError, match="static_loss_scale must be above 0, got 0"):
+    with pytest.raises(UsageError, match="static_loss_scale must be a finite number above 0, got 0"):
         make_scaler(0, False, None)
     with pytest.raises(CheckpointError, match="hysteresis"):
         LossScaler(1.0).load_state_dict({"scale": 4.0})
