@@ -583,9 +583,9 @@ class DistributedModel(ModelViews):
         """
         return model_state.load_state_dict(self, state_dict, strict, same_partition_load)
 
-    def at_partition(self, load: Callable[[], None]) -> None:
+    def at_partition(self, load: Callable[[], None] | None) -> None:
         """Calls `load` once every rank has its tensors and the optimizer its parameters, before the hooks; a second
-        call takes the place of the first. For `smp.resume_from_checkpoint`.
+        call takes the place of the first, and None forgets it. For `smp.resume_from_checkpoint`.
         """
         self._at_partition = load
 

@@ -207,9 +207,10 @@ def full_state_dict(
 
 
 def _whole_before_partition(model: StatefulModel, cast_to_cpu: bool) -> dict[str, Tensor]:
-    if getattr(model, "_pending_state", None) is not None:
+    if any(getattr(model, name, None) is not None for name in ("_pending_state", "_at_partition")):
         raise UsageError(
-            "state_dict() was called between load_state_dict() and the first step, which applies what was loaded"
+            "state_dict() was called between load_state_dict() or resume_from_checkpoint() and the first step, which "
+            "applies what was loaded"
         )
     entries = entries_of(model)
     if delayed := [entry.names[0] for entry in entries if entry.tensor.is_meta]:
@@ -298,6 +299,11 @@ def load_state_dict(
         raise UsageError(f"load_state_dict() needs a mapping from names to tensors, got {type(state_dict).__name__}")
     pending = PendingState(state_dict, strict, same_partition_load)
     if not model.partitioned:
+        if getattr(model, "_at_partition", None) is not None:
+            raise UsageError(
+                "load_state_dict() was called between resume_from_checkpoint() and the first step, where the "
+                "checkpoint would take the place of what is loaded: call it before resuming, or after a step"
+            )
         raise_alike(rt, rt.group(CommGroup.WORLD), _early_refusal(rt, model, pending))
         model._pending_state = pending  # type: ignore[attr-defined]
         return _IncompatibleKeys([], [])

@@ -163,9 +163,19 @@ class FullLoad:
         path = self._checkpoint.file(f"user_content_{self._path.name}")
         return read_file(path) if path.is_file() else None
 
+    def options_of_groups(self) -> list[dict[str, Any]]:
+        """As `PartialLoad.options_of_groups`."""
+        return self._load.options_of_groups()
+
+    def keep_options(self) -> None:
+        """As `PartialLoad.keep_options`."""
+        self._options = replace(self._options, keep_options=True)
+        self._load.keep_options()
+
     def apply(self) -> None:
         """Puts the values into model and optimizer, or keeps them until the model is partitioned. Collective."""
         if self._by_dict:
+            self._rt.model.at_partition(None)  # of a resume before this one
             self._rt.model.load_state_dict(together(self._rt, self._dict), strict=self._options.strict)
         if self._rt.model.partitioned:
             self._apply()

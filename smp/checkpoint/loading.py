@@ -9,7 +9,8 @@ Before partition the last two wait for it: nobody knows yet which tensors this r
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class Options:
     strict: bool
     load_optimizer: bool
     load_sharded_optimizer_state: bool
+    keep_options: bool = False  # of the optimizer's groups: they are loaded, or newer than what was saved
 
 
 class PartialLoad:
@@ -106,6 +108,24 @@ class PartialLoad:
             return False
         return self._options.load_sharded_optimizer_state or not self._checkpoint.manifest.sharded
 
+    def options_of_groups(self) -> list[dict[str, Any]]:
+        """The saved options of the optimizer's groups, in order; none when they are not wanted. Not collective.
+
+        Raises:
+            CheckpointError: the optimizer has other groups, or is of another kind.
+        """
+        if not self._wants_optimizer():
+            return []
+        known = origins(self._rt.model.module)
+        groups = OptimizerReader(self._checkpoint, self._rt.optimizer, known, self._near).saved_groups()
+        optimizer_state.check_options(self._rt.optimizer.optimizer, groups)
+        named = ("params", "param_names")
+        return [{key: deepcopy(value) for key, value in group.items() if key not in named} for group in groups]
+
+    def keep_options(self) -> None:
+        """From here on the groups' own options are the right ones."""
+        self._options = replace(self._options, keep_options=True)
+
     # ---- once this rank's tensors are known
 
     def plan(self) -> Callable[[], None]:
@@ -120,7 +140,9 @@ class PartialLoad:
         masters = self._masters(known)
         state, scaler = None, None
         if self._wants_optimizer():
-            state = OptimizerReader(self._checkpoint, self._rt.optimizer, known, self._near).read()
+            state = OptimizerReader(self._checkpoint, self._rt.optimizer, known, self._near).read(
+                self._options.keep_options
+            )
             scaler = self._scaler()
 
         def apply() -> None:
@@ -192,18 +214,20 @@ class OptimizerReader:
         self._inner = optimizer.optimizer
         self._names: dict[int, str] = optimizer._names()
 
-    def read(self) -> dict[str, Any]:
-        """A state dict that the inner optimizer loads: the saved options, and each parameter's state.
+    def read(self, keep_options: bool) -> dict[str, Any]:
+        """A state dict that the inner optimizer loads: the saved options, or its own, and each parameter's state.
 
         Raises:
             CheckpointError: the checkpoint has no optimizer, other groups, or lacks something of the state.
         """
-        groups = self._saved_groups()
+        saved = self.saved_groups()
+        groups = self._inner.param_groups if keep_options else saved
         names = ((self._names[id(param)], param) for group in self._inner.param_groups for param in group["params"])
         entries = {name: state for name, param in names if (state := self._state_of(name, param))}
         return optimizer_state.take_local(self._inner, self._names, groups, entries)
 
-    def _saved_groups(self) -> list[dict[str, Any]]:
+    def saved_groups(self) -> list[dict[str, Any]]:
+        """The saved `param_groups`, once it is sure that they are of the same parameters."""
         path, stored = self._checkpoint.path, self._checkpoint.manifest.groups
         if stored is None:
             raise CheckpointError(f"{path} holds no optimizer state: resume with load_optimizer=False")

@@ -136,7 +136,7 @@ def resume_from_checkpoint(
     _enter(rt, "smp.resume_from_checkpoint", _RESUME_ADVICE)
     _settle_earlier(rt, blocking=True)
     tag = None if tag is None else str(tag)
-    options = Options(strict, load_optimizer, load_sharded_optimizer_state)
+    options = Options(strict, load_optimizer and rt.optimizer is not None, load_sharded_optimizer_state)
     called = (os.fspath(path), tag, partial, options, translate_function is None)
     _same_everywhere(rt, "smp.resume_from_checkpoint", called)
     if rt.model is None:
@@ -155,6 +155,7 @@ def resume_from_checkpoint(
         load = full.FullLoad(rt, found.path, options, translate_function)
         together(rt, load.check)
         user_content = together(rt, load.user_content)
+        _adopt_options(rt, load)
         load.apply()
         return user_content
     return old.resume(rt, found, options)
@@ -175,12 +176,24 @@ def _resume_partial(rt: Runtime, found: Found, options: Options) -> Any:
         apply_values()
         checkpoint.close()
 
+    _adopt_options(rt, load)
     if rt.model.partitioned:
         apply()
     else:
         rt.model.at_partition(apply)
     restore_random()
     return user_content
+
+
+def _adopt_options(rt: Runtime, load: PartialLoad | full.FullLoad) -> None:
+    """Before partition gives the optimizer's groups the saved options at once: schedulers made from here on need them,
+    and what the script sets from here on shall stay.
+    """
+    if not rt.model.partitioned:
+        saved = together(rt, load.options_of_groups)
+        for group, options in zip(rt.optimizer.param_groups if saved else [], saved):
+            group.update(options)
+        load.keep_options()
 
 
 def _enter(rt: Runtime, call: str, advice: str) -> None:

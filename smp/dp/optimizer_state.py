@@ -159,7 +159,7 @@ def take_local(
     Raises:
         CheckpointError: the groups are those of another kind of optimizer.
     """
-    _check_options(optimizer, groups)
+    check_options(optimizer, groups)
     state, packed, start = {}, [], 0
     for group, saved in zip(optimizer.param_groups, groups):
         options = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
@@ -171,7 +171,7 @@ def take_local(
     return {"state": state, "param_groups": packed}
 
 
-def _check_options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+def check_options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
     """Raises CheckpointError when `groups` lack options of `optimizer`, beyond those that its class adds by itself to
     groups that older versions of it saved.
     """

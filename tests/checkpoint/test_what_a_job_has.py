@@ -166,3 +166,51 @@ def test_tags_that_would_hide_or_overwrite_another_checkpoint_are_refused():
             with pytest.raises(UsageError, match="files of other checkpoints are called so"):
                 smp.save_checkpoint(directory, tag, partial=False, model=model)
             smp.save_checkpoint(directory, tag, model=model)
+
+
+def staged_job():
+    runtime.reset()
+    smp.init({"pipeline_parallel_degree": 2})
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for stage, child in enumerate(module):
+        smp.set_partition(child, stage)
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
+
+    @smp.step
+    def run(x):
+        loss = model(x).sum()
+        model.backward(loss)
+        return loss
+
+    def step():
+        run(torch.ones(2, 4))
+        optimizer.step()
+
+    return model, optimizer, step
+
+
+@pytest.mark.parametrize("partial", [True, False])
+@on_ranks(2, config={"pipeline_parallel_degree": 2}, timeout=120)
+def test_what_a_script_sets_between_resuming_and_the_first_step_stays(partial):
+    """The model is partitioned at the first step, long after the script has set another learning rate or has made a
+    scheduler that goes on; what is loaded then must not take it back, and what would be taken back is refused."""
+    with shared_directory() as directory:
+        model, optimizer, step = staged_job()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        step()
+        scheduler.step()
+        whole = model.state_dict()
+        smp.save_checkpoint(directory, "a", partial=partial, model=model, optimizer=optimizer)
+        model, optimizer, step = staged_job()
+        smp.resume_from_checkpoint(directory, partial=partial)
+        assert optimizer.param_groups[0]["lr"] == 0.05
+        assert torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5, last_epoch=1).base_lrs == [0.1]
+        with pytest.raises(UsageError, match="between resume_from_checkpoint"):
+            model.load_state_dict(whole)
+        with pytest.raises(UsageError, match="state_dict.* was called between"):
+            model.state_dict()
+        optimizer.param_groups[0]["lr"] = 0.0
+        step()
+        assert optimizer.param_groups[0]["lr"] == 0.0 and len(optimizer.state) == 2
+        assert all(torch.equal(value, whole[name]) for name, value in model.local_named_parameters())
