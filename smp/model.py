@@ -453,8 +453,9 @@ class DistributedModel(ModelViews):
 
     def _seal(self, reach: Reach) -> None:
         """No forward is to come in this step: parameters may be reduced as soon as nothing can reach them."""
-        self._begin_pass()
-        reach.seal([p for p in self.local_parameters() if p.requires_grad])
+        with torch._C.DisableTorchFunction():  # in glue code, where setting a `grad` would be an operation of the plan
+            self._begin_pass()
+            reach.seal([p for p in self.local_parameters() if p.requires_grad])
 
     def _end_step(self) -> None:
         if self._rt.topology.pp_size == 1:
