@@ -92,7 +92,8 @@ def _find_tag(path: Path, tag: str, partial: bool) -> Found | None:
     for place in (aside(target, WRITING), target, aside(target, REPLACED)):  # a save cut short while it renamed
         if is_complete(place):
             return Found(Style.PARTIAL, place, tag)
-    if any(target.glob("model_*_*.pt")):
+    ours = any(target.glob("random_*_*_*.pt"))  # has lost its manifest: it would resume without masters and checksums
+    if any(target.glob("model_*_*.pt")) and not ours:
         return Found(Style.OLD_DIRECTORY, target, tag)
     if any(len(numbers) == 2 for numbers in existing_parts(str(path / tag)).values()):
         return Found(Style.OLD_FILES, path / tag, tag)

@@ -159,3 +159,14 @@ def test_without_a_tag_the_newest_is_found_and_what_was_skipped_is_said(tmp_path
         find(tmp_path, "8", partial=True)
     with pytest.raises(CheckpointError, match="no complete full checkpoint; partial ones"):
         find(tmp_path, None, partial=False)
+
+
+def test_a_checkpoint_that_lost_its_manifest_is_not_taken_for_an_old_one(tmp_path):
+    """It would resume without its fp32 masters, its random numbers and any checksum, and nobody would notice."""
+    directory = tmp_path / "a_partial"
+    directory.mkdir()
+    (directory / "model_0_0.pt").touch()
+    assert find(tmp_path, "a", True).path == directory  # made by an old script
+    (directory / "random_0_0_0.pt").touch()
+    with pytest.raises(CheckpointError, match="no complete partial checkpoint"):
+        find(tmp_path, "a", True)
