@@ -329,3 +329,41 @@ def test_ranks_that_own_nothing_take_part() -> None:
     whole = optimizer.state_dict()
     assert_close(whole["state"][0]["momentum_buffer"], reference.state_dict()["state"][0]["momentum_buffer"])
     runtime.reset()
+
+
+class _WithUnused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(3))
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+@on_ranks(
+    4,
+    config={
+        "pipeline_parallel_degree": 2,
+        "ddp": True,
+        "microbatches": 2,
+        "shard_optimizer_state": True,
+        "auto_partition": False,
+        "default_partition": 0,
+    },
+    timeout=120.0,
+)
+def test_a_parameter_that_no_step_uses_leaves_plans_alone() -> None:
+    """The ranks that do not own it drop its gradient in the middle of a step. Taken for a part of the step, that would
+    make them plan anew while the others, who follow the plan that they have, wait for them."""
+    module = _WithUnused()
+    smp.set_partition(module.second, 1)
+    model = smp.DistributedModel(module)
+
+    @smp.step
+    def train(x: Tensor) -> None:
+        model.backward(model(x).mean())
+
+    for _ in range(4):
+        train(torch.ones(4, 4))
+    assert model.module.unused.grad is None
