@@ -334,7 +334,7 @@ def test_ranks_that_own_nothing_take_part() -> None:
 class _WithUnused(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.unused = nn.Parameter(torch.ones(3))
+        self.unused = nn.Parameter(torch.ones(32))  # more than the rest: an owner, so a bucket, of its own
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
