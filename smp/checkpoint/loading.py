@@ -122,6 +122,31 @@ class PartialLoad:
         named = ("params", "param_names")
         return [{key: deepcopy(value) for key, value in group.items() if key not in named} for group in groups]
 
+    def parameters_of_groups(self) -> list[list[str]]:
+        """By group, the user's tensors that this rank's optimizer was given; empty when its state is not wanted."""
+        if not self._wants_optimizer():
+            return []
+        known, names = origins(self._rt.model.module), self._rt.optimizer._names()
+        return [
+            [source for param in group for source in sources_of(names[id(param)], known)]
+            for group in self._rt.optimizer._given
+        ]
+
+    def refuse_fewer_parameters(self, given: Sequence[list[list[str]]]) -> None:
+        """`given`: of every rank, its `parameters_of_groups`.
+
+        Raises:
+            CheckpointError: no rank's optimizer has a parameter that the saved one had: its state would be lost.
+        """
+        here = {source for groups in given for group in groups for source in group}
+        saved = self._checkpoint.manifest.groups if self._wants_optimizer() else None
+        lost = [name for group in saved or () for name in group.names if name not in here]
+        if lost:
+            raise CheckpointError(
+                f"{self._checkpoint.path} holds optimizer state of {_some(lost)}, which the job's optimizer was not "
+                "given: give it the parameters that the saved one had, or resume with load_optimizer=False"
+            )
+
     def keep_options(self) -> None:
         """From here on the groups' own options are the right ones."""
         self._options = replace(self._options, keep_options=True)

@@ -170,6 +170,8 @@ def _resume_partial(rt: Runtime, found: Found, options: Options) -> Any:
         return checkpoint.load(USER_CONTENT), saved_random_state(checkpoint, place_of(rt))
 
     user_content, restore_random = together(rt, check)
+    given = rt.transport.all_gather_object(load.parameters_of_groups(), rt.group(CommGroup.WORLD))
+    together(rt, lambda: load.refuse_fewer_parameters(given))
 
     def apply() -> None:
         apply_values = together(rt, load.plan)

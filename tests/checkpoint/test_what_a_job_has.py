@@ -139,6 +139,19 @@ def test_the_state_of_another_kind_of_optimizer_is_refused(number):
 
 
 @on_ranks(1, config={})
+def test_an_optimizer_of_fewer_parameters_than_the_saved_one_is_refused():
+    """The state of the others would be dropped, and missing when all of them train again."""
+    with shared_directory() as directory:
+        model, optimizer = job(torch.optim.AdamW)
+        update(model, optimizer)
+        smp.save_checkpoint(directory, "a", model=model, optimizer=optimizer)
+        model, optimizer = job(lambda params: torch.optim.AdamW(params[:1]))
+        with pytest.raises(CheckpointError, match="holds optimizer state of bias, which the job's optimizer was not"):
+            smp.resume_from_checkpoint(directory, "a")
+        smp.resume_from_checkpoint(directory, "a", load_optimizer=False)
+
+
+@on_ranks(1, config={})
 def test_state_of_parameters_beside_the_model_comes_back():
     """A loss with parameters of its own is trained by the same optimizer; its step counter has not its shape."""
     with shared_directory() as directory:
