@@ -176,10 +176,12 @@ def check_options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> 
     groups that older versions of it saved.
     """
     trial = object.__new__(type(optimizer))
-    trial.__dict__.update(optimizer.__dict__)
+    trial.__dict__.update(optimizer.__dict__, defaults=dict(optimizer.defaults))
     trial.__setstate__({"state": {}, "param_groups": [{**group, "params": []} for group in groups]})
+    # Loading adds defaults to an optimizer of torch's base class that its groups never had.
+    wanted = optimizer.defaults.keys() & set.intersection(*(set(group) for group in optimizer.param_groups))
     for group in trial.param_groups:
-        if lacking := sorted(optimizer.defaults.keys() - group.keys()):
+        if lacking := sorted(wanted - group.keys()):
             raise CheckpointError(
                 f"the saved optimizer has no option {', '.join(map(repr, lacking))}, which {type(optimizer).__name__} "
                 "has: it was of another kind. Make the same one, or load without the optimizer's state "
