@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from smp import grad_norm, runtime
-from smp.dp.reduction import wait
+from smp.dp.reduction import all_reduce
 from smp.errors import UsageError
 from smp.optimizer import DistributedOptimizer
 from smp.pp.microbatch import StepOutput
@@ -80,8 +80,6 @@ class GradScaler(torch.amp.GradScaler):
         grad_norm.flush(rt)
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         anywhere = torch.stack([found_inf, *(one.to(found_inf.device) for one in found.values())]).amax()
-        group = rt.group(CommGroup.WORLD)
-        if group.size > 1:
-            work = dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=group.process_group, async_op=True)
-            wait(work, "GradScaler: whether a gradient overflowed", group)
+        call = "GradScaler: whether a gradient overflowed"
+        all_reduce(anywhere, dist.ReduceOp.MAX, call, rt.group(CommGroup.WORLD))
         return {anywhere.device: anywhere}

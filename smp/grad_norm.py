@@ -25,6 +25,7 @@ from torch.nn.utils import clip_grad
 
 from smp import runtime
 from smp.dp.ownership import counts, ownership_of
+from smp.dp.reduction import all_reduce
 from smp.errors import UsageError
 from smp.groups import Group
 from smp.runtime import Runtime
@@ -228,9 +229,4 @@ def _norm(rt: Runtime, grads: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def _reduce(rt: Runtime, message: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-    group = _norm_group(rt)
-    if group.size > 1:
-        work = dist.all_reduce(message, op, group=group.process_group, async_op=True)
-        with rt.monitor.blocking("norm of all gradients", group.ranks):
-            work.wait()
-    return message
+    return all_reduce(message, op, "norm of all gradients", _norm_group(rt))

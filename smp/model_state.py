@@ -23,6 +23,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from smp import log, runtime, state_mod
 from smp.comm.entry import enter_collective, raise_alike
 from smp.comm.transport import Channel
+from smp.dp.optimizer_state import PARTIAL_KEY
 from smp.errors import CheckpointError, UsageError
 from smp.runtime import Runtime
 from smp.topology import CommGroup
@@ -30,7 +31,6 @@ from smp.tp.contexts import mark_of
 from smp.tp.origin import extra_names, is_extra
 from smp.tp.shard import ShardSpec, spec_of
 
-PARTIAL_KEY = "_smp_is_partial"
 _STATE_DICT_ADVICE = (
     "Call model.state_dict() on all ranks, or under `if smp.rdp_rank() == 0` (without tensor parallelism also "
     "`if smp.dp_rank() == 0`)."

@@ -14,6 +14,7 @@ from smp.comm.entry import enter_collective
 from smp.dp import optimizer_state
 from smp.dp.optimizer_state import Layout
 from smp.dp.ownership import Ownership
+from smp.dp.reduction import all_reduce
 from smp.errors import CheckpointError, UsageError
 from smp.fp16.gradients import HALF
 from smp.fp16.optimizer import MASTERS_KEY, SCALER_KEY, FP16_Optimizer
@@ -173,13 +174,8 @@ class DistributedOptimizer(FP16_Optimizer):
         grad_norm.flush(runtime.get())
 
     def _any_rank(self, found: Tensor) -> bool:
-        rt = runtime.get()
-        group = rt.group(CommGroup.WORLD)
-        if group.size > 1:
-            work = dist.all_reduce(found, dist.ReduceOp.MAX, group=group.process_group, async_op=True)
-            with rt.monitor.blocking("agreement on an overflow of gradients", group.ranks):
-                work.wait()
-        return bool(found.item())
+        world = runtime.get().group(CommGroup.WORLD)
+        return bool(all_reduce(found, dist.ReduceOp.MAX, "agreement on an overflow of gradients", world).item())
 
     def _device(self) -> torch.device:
         return runtime.get().device

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from smp import grad_norm, runtime
-from smp.dp.reduction import wait
+from smp.dp.reduction import all_reduce
 from smp.errors import UsageError
 from smp.runtime import Runtime
 from smp.topology import CommGroup
@@ -322,8 +322,7 @@ def whole_norms(params: Sequence[Tensor], values: Sequence[Sequence[Tensor]], or
         # A parameter cut into fewer parts than there are ranks (key/value heads) lies on several of them.
         message = message.square() * message.new_tensor([specs[place].num_parts / rt.tp_size for place in cut])
     op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
-    work = dist.all_reduce(message, op, group=group.process_group, async_op=True)
-    wait(work, "norms of distributed parameters", group)
+    all_reduce(message, op, "norms of distributed parameters", group)
     norms[:, cut] = message if is_max else message.sqrt()
     return list(norms)
 

@@ -11,8 +11,8 @@ from smp import PartitionError
 from smp.activation import is_checkpointed
 from smp.patches.checkpoint import checkpoint
 from tests.harness import on_ranks
+from tests.logs import log_lines
 from tests.pp.reference import WIDTH, Net, linear, start, vectors, wrap
-from tests.tp.test_convert import warnings_of
 
 # -- stages ------------------------------------------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ def test_a_module_split_by_the_partition_is_left_alone_with_a_warning() -> None:
     def train(x: Tensor) -> None:
         model.backward(model(x))
 
-    with warnings_of() as warnings:
+    with log_lines() as warnings:
         train(vectors(2)["x"].float())
     found = [text for text in warnings if "'body' is not checkpointed, because the partition has split it" in text]
     assert len(found) == 1
@@ -129,7 +129,7 @@ def test_marks_on_modules_that_are_split() -> None:
     smp.set_tensor_parallelism(net[1])
     smp.set_activation_checkpointing(net[0])
     smp.set_activation_checkpointing(net[1].inner)  # type: ignore[arg-type]
-    with warnings_of() as warnings:
+    with log_lines() as warnings:
         model = smp.DistributedModel(net)
     assert [type(part) for part in net[:2]] == [DistributedBlock, DistributedBlock]
     assert [is_checkpointed(part) for part in net] == [True, False, False]

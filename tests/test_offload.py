@@ -17,9 +17,9 @@ from smp.pp import tape
 from smp.pp.placed import current
 from smp.pp.schedule import ActionKind
 from tests.harness import on_ranks
+from tests.logs import log_lines
 from tests.pp.reference import WIDTH, Net, linear, start
 from tests.pp.test_between_steps import live_tensors
-from tests.tp.test_convert import warnings_of
 
 DEPTH = 6
 
@@ -248,7 +248,7 @@ def test_offloading_without_checkpoints_says_so() -> None:
         def train(x: Tensor, wrapped: Any = wrapped) -> None:
             wrapped.backward(wrapped(x).sum())
 
-        with warnings_of() as warnings:
+        with log_lines() as warnings:
             train(torch.randn(2, WIDTH))
             train(torch.randn(2, WIDTH))
         assert sum("offload_activations=True has no effect" in text for text in warnings) == (not by_hand)

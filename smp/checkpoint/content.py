@@ -15,8 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from smp.checkpoint.archive import compact, map_tensors, record_names, storage_address
-from smp.checkpoint.layout import Degrees, Place, part_name
+from smp.checkpoint.layout import Place, part_name
 from smp.checkpoint.manifest import Kind, Manifest, StoredFile, StoredGroup, StoredTensor
+from smp.checkpoint.partial import degrees_of, place_of
 from smp.checkpoint.random_state import random_state
 from smp.checkpoint.writer import Serialized
 from smp.dp.optimizer_state import NAMES_KEY, PARTIAL_KEY
@@ -40,16 +41,6 @@ class Content:
     objects: Mapping[str, Any]
     places: Mapping[str, Place | None]
     manifest: Manifest
-
-
-def degrees_of(rt: Runtime) -> Degrees:
-    """Those of the job."""
-    return Degrees(rt.topology.pp_size, rt.topology.tp_size, rt.topology.rdp_size)
-
-
-def place_of(rt: Runtime) -> Place:
-    """Coordinates of this rank."""
-    return Place(rt.pp_rank, rt.tp_rank, rt.rdp_rank)
 
 
 def collect(

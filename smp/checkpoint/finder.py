@@ -5,6 +5,7 @@ from enum import Enum
 from pathlib import Path
 
 from smp.checkpoint.layout import describe_existing, existing_parts
+from smp.checkpoint.manifest import SUFFIX
 from smp.checkpoint.writer import NEWEST, REPLACED, WRITING, aside, is_complete, journal_of, written_at
 from smp.errors import CheckpointError
 
@@ -111,8 +112,7 @@ def _last_complete(path: Path, partial: bool) -> str | None:
         names = {place: place.name.removesuffix("_partial") for place in path.glob("*_partial")}
         times = {name: written_at(place) for place, name in names.items()}
     else:
-        suffix = ".manifest.json"
-        names = {place: place.name.removesuffix(suffix) for place in path.glob(f"*{suffix}")}
+        names = {place: place.name.removesuffix(SUFFIX) for place in path.glob(f"*{SUFFIX}")}
         times = {name: place.stat().st_mtime for place, name in names.items() if (path / name).is_file()}
     known = sorted((time, name) for name, time in times.items() if time is not None)
     return known[-1][1] if known else None
@@ -120,7 +120,7 @@ def _last_complete(path: Path, partial: bool) -> str | None:
 
 def _nothing_there(path: Path, tag: str | None, partial: bool) -> str:
     partials = sorted(place.name.removesuffix("_partial") for place in path.glob("*_partial") if is_complete(place))
-    fulls = sorted(place.name.removesuffix(".manifest.json") for place in path.glob("*.manifest.json"))
+    fulls = sorted(place.name.removesuffix(SUFFIX) for place in path.glob(f"*{SUFFIX}"))
     kind = "partial" if partial else "full"
     wanted = f"{path} holds no complete {kind} checkpoint" + (f" with the tag {tag!r}" if tag is not None else "")
     there = [f"partial ones: {', '.join(map(repr, partials[-8:]))}"] if partials else []

@@ -20,11 +20,12 @@ from torch import nn
 from smp import log, state_mod
 from smp.checkpoint import writer
 from smp.checkpoint.archive import compact
-from smp.checkpoint.content import degrees_of, describe, stored_groups
+from smp.checkpoint.content import describe, stored_groups
 from smp.checkpoint.files import read_file
 from smp.checkpoint.finder import stand_in
 from smp.checkpoint.loading import Options, PartialLoad
 from smp.checkpoint.manifest import Manifest, StoredGroup, StoredTensor
+from smp.checkpoint.partial import degrees_of
 from smp.checkpoint.reader import Checkpoint, manifest_path
 from smp.checkpoint.whole import Names, open_whole
 from smp.comm.entry import together

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from smp.checkpoint.archive import map_tensors
-from smp.checkpoint.content import degrees_of, place_of, sources_of
+from smp.checkpoint.content import sources_of
 from smp.checkpoint.layout import Degrees, Place
 from smp.checkpoint.manifest import Kind, StoredTensor
+from smp.checkpoint.partial import degrees_of, place_of
 from smp.checkpoint.reader import Checkpoint, traffic
 from smp.checkpoint.slices import Copy
 from smp.dp import optimizer_state

@@ -18,10 +18,11 @@ from torch import Tensor
 from smp import log, runtime
 from smp.checkpoint import background, full, old, writer
 from smp.checkpoint.agreement import Agreement, Waiter
-from smp.checkpoint.content import USER_CONTENT, Content, collect, merge, place_of
+from smp.checkpoint.content import USER_CONTENT, Content, collect, merge
 from smp.checkpoint.finder import Found, Style, find
 from smp.checkpoint.loading import Options, PartialLoad
-from smp.checkpoint.manifest import Manifest
+from smp.checkpoint.manifest import SUFFIX, Manifest
+from smp.checkpoint.partial import place_of
 from smp.checkpoint.random_state import saved_random_state
 from smp.checkpoint.reader import Checkpoint
 from smp.checkpoint.safe_load import serialize
@@ -84,10 +85,15 @@ def save_checkpoint(
         serialized = together(rt, lambda: _serialized(rt, user_content))
         full.save(rt, Path(path), tag, model, optimizer, serialized, translate_if_full, save_id)
         return
-    target = Path(path) / f"{tag}_partial"
     content = together(rt, lambda: _collect(rt, tag, save_id, model, optimizer, user_content, blocking))
+    _save_partial(rt, Path(path) / f"{tag}_partial", content, num_kept_partial_checkpoints, save_id, blocking)
+
+
+def _save_partial(
+    rt: Runtime, target: Path, content: Content, num_kept: int | None, save_id: str, blocking: bool
+) -> None:
     together(rt, lambda: writer.prepare(target) if rt.rank == 0 else None)
-    save = _PartialSave(target, content, num_kept_partial_checkpoints, rt.rank, rt.size)
+    save = _PartialSave(target, content, num_kept, rt.rank, rt.size)
     agreement = Agreement(rt.world.store, rt.rank, rt.size, save_id)
     if blocking:
         ranks = list(range(rt.size))
@@ -242,9 +248,7 @@ def _check_save(rt: Runtime, tag: str, partial: bool, model: Any, optimizer: Any
             f"tag is {tag!r}; it becomes a file's name: no '/', no '.' in front, no blanks at its ends, no control "
             "characters, and not 'newest'"
         )
-    if not partial and (
-        tag.startswith(("optimizer_", "user_content_")) or tag.endswith(("_partial", ".manifest.json"))
-    ):
+    if not partial and (tag.startswith(("optimizer_", "user_content_")) or tag.endswith(("_partial", SUFFIX))):
         raise UsageError(
             f"tag is {tag!r}; of a full checkpoint it must not begin with 'optimizer_' or 'user_content_' nor end with "
             "'_partial' or '.manifest.json': files of other checkpoints are called so"

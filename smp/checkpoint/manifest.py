@@ -15,6 +15,7 @@ from smp.tp.origin import Block
 
 FORMAT = 1
 NAME = "manifest.json"
+SUFFIX = f".{NAME}"  # of a full checkpoint's, behind its tag
 
 Kind = Literal["model", "master", "optimizer"]
 

@@ -8,12 +8,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from smp.checkpoint.content import USER_CONTENT, degrees_of, place_of
+from smp.checkpoint.content import USER_CONTENT
 from smp.checkpoint.files import read_file
 from smp.checkpoint.finder import Found, Style
 from smp.checkpoint.layout import Degrees, part_name
 from smp.checkpoint.loading import Options
-from smp.checkpoint.partial import load
+from smp.checkpoint.partial import degrees_of, load, place_of
 from smp.comm.entry import together
 from smp.errors import CheckpointError
 from smp.runtime import Runtime

@@ -12,7 +12,6 @@ A partial save is collective:
 import os
 import pickle
 import secrets
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,7 +28,7 @@ from smp.checkpoint.layout import (
     partial_path,
 )
 from smp.checkpoint.safe_load import load_file
-from smp.comm.entry import enter_collective, raise_alike
+from smp.comm.entry import enter_collective, together
 from smp.errors import CheckpointError, UsageError
 from smp.groups import Group
 from smp.runtime import Runtime
@@ -110,11 +109,13 @@ def _path_of(f: object, call: str) -> str:
     return os.fspath(f)
 
 
-def _degrees(rt: Runtime) -> Degrees:
+def degrees_of(rt: Runtime) -> Degrees:
+    """Those of the job."""
     return Degrees(rt.topology.pp_size, rt.topology.tp_size, rt.topology.rdp_size)
 
 
-def _place(rt: Runtime) -> Place:
+def place_of(rt: Runtime) -> Place:
+    """Coordinates of this rank."""
     return Place(rt.pp_rank, rt.tp_rank, rt.rdp_rank)
 
 
@@ -125,15 +126,15 @@ def _save_partial(obj: Any, f: str, v3: bool, options: dict[str, Any]) -> None:
     if not v3 and rt.rdp_rank != 0:
         return
     save_id = rt.transport.broadcast_object(secrets.token_hex(8), group, group.ranks[0])
-    path = partial_path(f, _place(rt), v3)
+    path = partial_path(f, place_of(rt), v3)
     writer = FileWriter(path, rt.rank)
-    header = Header(_degrees(rt), _place(rt), v3, save_id)
+    header = Header(degrees_of(rt), place_of(rt), v3, save_id)
     try:
-        _together(rt, group, lambda: _write(writer, obj, header, options))  # (2) (3)
+        together(rt, lambda: _write(writer, obj, header, options), group)  # (2) (3)
     except BaseException:
         writer.discard()
         raise
-    _together(rt, group, writer.commit)  # (4) (5)
+    together(rt, writer.commit, group)  # (4) (5)
 
 
 def _write(writer: FileWriter, obj: Any, header: Header, options: dict[str, Any]) -> None:
@@ -145,29 +146,17 @@ def _write(writer: FileWriter, obj: Any, header: Header, options: dict[str, Any]
     writer.write(obj, header, **options)
 
 
-def _together(rt: Runtime, group: Group, work: Callable[[], None]) -> None:
-    """Do this rank's part; returns when all ranks of the group have done theirs, raises on all when one could not."""
-    error: Exception | None = None
-    try:
-        work()
-    except Exception as caught:  # whatever it is, the other ranks must hear of it
-        error = caught
-    raise_alike(rt, group, error)
-
-
 def _load_partial(f: str, map_location: Any, back_compat: bool, options: dict[str, Any]) -> Any:
     rt = runtime.get()
     v3 = not back_compat and _is_v3(rt, f)
     group = rt.group(CommGroup.WORLD if v3 else CommGroup.MP_GROUP)
     enter_collective(rt, f"smp.load({f!r})", group, _LOAD_ADVICE)
-    obj, save_id, error = None, "", None
-    try:
+
+    def read() -> tuple[Any, str]:
         path, header = _find_part(rt, f, v3, back_compat)
-        save_id = header.save_id if header else ""
-        obj = read_file(path, map_location, **options)
-    except Exception as caught:  # whatever it is, the other ranks must hear of it
-        error = caught
-    raise_alike(rt, group, error)
+        return read_file(path, map_location, **options), header.save_id if header else ""
+
+    obj, save_id = together(rt, read, group)
     _check_same_save(rt, group, f, save_id)
     return obj
 
@@ -180,7 +169,7 @@ def _is_v3(rt: Runtime, f: str) -> bool:
 
 def _find_part(rt: Runtime, f: str, v3: bool, back_compat: bool) -> tuple[Path, Header | None]:
     """This rank's file and its header, checked against the degrees of this job."""
-    degrees, place = _degrees(rt), _place(rt)
+    degrees, place = degrees_of(rt), place_of(rt)
     path = old_path(f, rt.mp_rank) if back_compat else partial_path(f, place, v3)
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist: {describe_existing(f)}.{_saved_with(f)} This job has {degrees}")

@@ -21,17 +21,16 @@ import torch
 from torch import Tensor
 
 from smp.checkpoint import manifest as manifests
-from smp.checkpoint.archive import damaged_records, records_of
+from smp.checkpoint.archive import damaged_records
 from smp.checkpoint.layout import Place
 from smp.checkpoint.manifest import Kind, Manifest, StoredTensor
 from smp.checkpoint.safe_load import load_file
 from smp.checkpoint.slices import Box, Copy, plan_copies
 from smp.checkpoint.writer import WRITING, aside, journal_of
-from smp.dp.optimizer_state import MASTERS_KEY
+from smp.dp.optimizer_state import MASTERS_KEY, NAMES_KEY
 from smp.errors import CheckpointError
 from smp.tp.origin import Block, Origin
 
-NAMES_KEY = "_smp_param_names"  # in optimizer files: names of the parameters behind the positions
 _THREADS = 2  # that compute checksums
 
 
@@ -316,8 +315,3 @@ def _what(kind: Kind, key: str) -> str:
 
 def _describe(stored: StoredTensor) -> str:
     return f"{_what(stored.kind, stored.key)} of {stored.name} with shape {list(stored.shape)}"
-
-
-def file_entry(path: Path, place: Place | None) -> manifests.StoredFile:
-    """What the manifest says of a file that has been written."""
-    return manifests.StoredFile(path.stat().st_size, place, records_of(path))

@@ -77,11 +77,16 @@ def write_files(
                 flush_file(out)
             if not isinstance(obj, Serialized):
                 refuse_forbidden(path, name)
-            written[name] = StoredFile(path.stat().st_size, places[name], records_of(path))
+            written[name] = file_entry(path, places[name])
         except (OSError, RuntimeError) as error:
             raise CheckpointError(f"{path} cannot be written: {error}") from error
     flush_directory(directory)
     return written
+
+
+def file_entry(path: Path, place: Place | None) -> StoredFile:
+    """What the manifest says of a file that has been written."""
+    return StoredFile(path.stat().st_size, place, records_of(path))
 
 
 def write_text(path: Path, text: str) -> None:

@@ -157,15 +157,17 @@ def raise_alike(rt: "Runtime", group: "Group", error: Exception | None) -> None:
         raise CheckpointError(text) from error
 
 
-def together(rt: "Runtime", work: Callable[[], Result]) -> Result:
-    """What `work` returns on this rank; where it fails on one, all raise as `raise_alike` does. Collective over all."""
+def together(rt: "Runtime", work: Callable[[], Result], group: "Group | None" = None) -> Result:
+    """What `work` returns on this rank, once it has ended on all ranks of the group (None: the world); where it fails
+    on one, all raise as `raise_alike` does. Collective over the group.
+    """
     result: Result | None = None
     error: Exception | None = None
     try:
         result = work()
     except Exception as caught:  # whatever it is, the other ranks must hear of it
         error = caught
-    raise_alike(rt, rt.group(CommGroup.WORLD), error)
+    raise_alike(rt, group or rt.group(CommGroup.WORLD), error)
     return result  # type: ignore[return-value]
 
 

@@ -16,9 +16,9 @@ from smp.dp.reduction import (
     Member,
     Reduction,
     ViewedReduction,
+    all_reduce,
     gradient_dtype,
     transport_dtype,
-    wait,
 )
 from smp.groups import Group
 
@@ -108,7 +108,6 @@ def is_agreed(group: Group, content_here: str, device: torch.device) -> bool:
     """Whether all ranks of `group` have the same content; collective over it."""
     mine = int.from_bytes(hashlib.sha256(content_here.encode()).digest()[:7], "big")
     largest = torch.tensor([mine, -mine], dtype=torch.int64, device=device)
-    work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=group.process_group, async_op=True)
-    wait(work, "agreement on gradient buckets", group)
+    all_reduce(largest, dist.ReduceOp.MAX, "agreement on gradient buckets", group)
     high, negated_low = largest.tolist()
     return bool(high == -negated_low)

@@ -47,7 +47,7 @@ from smp.dp.bucket_plan import content, is_agreed, plan_buckets
 from smp.dp.buckets import completion_order
 from smp.dp.comm_hook import Hook, HookedReduction
 from smp.dp.ownership import Ownership
-from smp.dp.reduction import Member, Reduction, wait
+from smp.dp.reduction import Member, Reduction, all_reduce, wait
 from smp.dp.tied import TiedGroup
 from smp.dp.uneven import Kind, UnevenInputs
 from smp.errors import StepError, UsageError
@@ -453,8 +453,7 @@ class Reducer:
             return
         results = [bucket.wait() for bucket in hooked]
         flags = self._small([int(present) for bucket in hooked for present in bucket.present()])
-        work = dist.all_reduce(flags, group=self.dp.process_group, async_op=True)
-        wait(work, "agreement on unused parameters", self.dp)
+        all_reduce(flags, dist.ReduceOp.SUM, "agreement on unused parameters", self.dp)
         for bucket, result, part in zip(hooked, results, flags.split([len(bucket.params) for bucket in hooked])):
             bucket.write_results(result, part)
 

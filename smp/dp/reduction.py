@@ -51,6 +51,13 @@ def wait(work: dist.Work, call: str, group: Group) -> None:
         work.wait()
 
 
+def all_reduce(message: Tensor, op: dist.ReduceOp.RedOpType, call: str, group: Group) -> Tensor:
+    """Reduces `message` over the group, in place, and returns it; `call` as for `wait`. Collective over the group."""
+    if group.size > 1:
+        wait(dist.all_reduce(message, op, group=group.process_group, async_op=True), call, group)
+    return message
+
+
 class Lane:
     """Flat buffers of one type that buckets use in turn: the k-th bucket of the lane uses buffer k modulo their count.
 

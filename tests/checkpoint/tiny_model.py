@@ -16,7 +16,8 @@ from smp.checkpoint import manifest as manifests
 from smp.checkpoint.archive import record_names, storage_address
 from smp.checkpoint.layout import Degrees, Place
 from smp.checkpoint.manifest import Manifest, StoredFile, StoredGroup, StoredTensor
-from smp.checkpoint.reader import NAMES_KEY, file_entry
+from smp.checkpoint.writer import file_entry
+from smp.dp.optimizer_state import NAMES_KEY
 from smp.tp.layouts import FUSED_KV, TRANSPOSED, Layout
 from smp.tp.origin import Origin
 from smp.tp.shard import ShardSpec

@@ -1,10 +1,7 @@
 """Half precision over several ranks: overflows, norms, masters after every way of loading, and what is refused."""
 
 import copy
-import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import smp
-from smp import log, runtime
+from smp import runtime
 from smp.errors import StepError, UsageError
 from smp.fp16 import FP16_Optimizer
 from tests.fp16.net import NUM_CLASSES, SIZE, batch, net, placed, train_step
 from tests.fp16.test_parity import DYNAMIC, GRID
 from tests.harness import on_ranks
+from tests.logs import log_lines
 
 FP16, BF16 = {**GRID, "fp16": True}, {**GRID, "bf16": True}
 
@@ -47,19 +45,6 @@ def assert_rounded(model: Any, optimizer: smp.DistributedOptimizer) -> None:
     assert set(masters) == set(local)
     for name, param in local.items():
         assert masters[name].dtype == torch.float32 and torch.equal(masters[name].to(param.dtype), param), name
-
-
-@contextmanager
-def log_lines() -> Iterator[list[str]]:
-    """What smp logs on this rank."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log.get_logger().addHandler(handler)
-    try:
-        yield lines
-    finally:
-        log.get_logger().removeHandler(handler)
 
 
 @on_ranks(4)

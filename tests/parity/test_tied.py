@@ -1,8 +1,6 @@
 """Tied weights that live on several stages: trained as the one weight that they are."""
 
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +10,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn import functional as F
 
 import smp
-from smp import log, runtime
+from smp import runtime
 from tests.harness import on_ranks
+from tests.logs import log_lines
 from tests.parity.compare import (
     TOLERANCE,
     Optimizer,
@@ -353,19 +352,6 @@ def test_half_precision_frozen_and_thawed():
             optimizer.step()
             assert_equal_copies(model)
     runtime.reset()
-
-
-@contextmanager
-def log_lines() -> Iterator[list[str]]:
-    """What smp logs on this rank."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log.get_logger().addHandler(handler)
-    try:
-        yield lines
-    finally:
-        log.get_logger().removeHandler(handler)
 
 
 @on_ranks(4)

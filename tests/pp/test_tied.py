@@ -1,6 +1,5 @@
 """Which tied weights live on several stages, and what that means for a stage: pure rules, without processes."""
 
-import logging
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +15,7 @@ from smp.pp.partition import assign, placed_by_hand
 from smp.pp.stages import StageMap
 from smp.pp.tied import exchange_bytes, obstacle, owner_of_call, refuse_write, replicable, shared_parameters
 from smp.topology import Topology
+from tests.logs import log_lines
 
 
 class Language(nn.Module):
@@ -143,11 +143,7 @@ def test_all_names_of_one_module_stay_together():
 
 def test_what_cannot_be_kept_equal_is_kept_together_with_a_reason():
     """A table that renormalises itself, and one with sparse gradients."""
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    smp.log.get_logger().addHandler(handler)
-    try:
+    with log_lines() as lines:
         for options, word in (({"max_norm": 1.0}, "max_norm"), ({"sparse": True}, "sparse gradients")):
             model = Language(**options)
             assert word in obstacle(shared_parameters(model)[0])
@@ -155,8 +151,6 @@ def test_what_cannot_be_kept_equal_is_kept_together_with_a_reason():
             assert "'table' and 'head'" in lines[-1] and word in lines[-1]
         assert len(lines) == 2
         assert chosen(Language(max_norm=1.0), "auto") == set() and len(lines) == 2
-    finally:
-        smp.log.get_logger().removeHandler(handler)
 
 
 def stage_map(model, rank, head=1, **more):

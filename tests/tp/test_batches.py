@@ -8,7 +8,7 @@ from smp.errors import StepError
 from smp.topology import CommGroup
 from smp.tp.batches import BatchCheck, check_same_batch, digest
 from tests.harness import on_ranks
-from tests.tp.test_convert import warnings_of
+from tests.logs import log_lines
 from tests.tp.twins import config
 
 
@@ -51,7 +51,7 @@ def test_equal_batches_on_data_parallel_ranks_give_a_warning(prescaled):
     """Once, from one rank; with joined batches tp_ranks should differ as well."""
     current = runtime.get()
     check = BatchCheck(current, every=1)
-    with warnings_of() as lines:
+    with log_lines() as lines:
         check(batch(0))
         check(batch(0))
     expected = "ranks 0, 2" if prescaled else "ranks 0, 1, 2, 3"
@@ -62,7 +62,7 @@ def test_equal_batches_on_data_parallel_ranks_give_a_warning(prescaled):
         assert names in lines[0]
     else:
         assert not lines
-    with warnings_of() as lines:
+    with log_lines() as lines:
         check(batch(current.rdp_rank if prescaled else current.rank))
         check([])
     assert not lines

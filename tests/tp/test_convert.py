@@ -1,7 +1,6 @@
 """Which modules are replaced, what is carried over, and what is left whole with which warning."""
 
 import copy
-import logging
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from smp.tp.contexts import mark_of
 from smp.tp.convert import convert
 from smp.tp.shard import spec_of
 from tests.harness import on_ranks
+from tests.logs import log_lines
 from tests.tp.twins import assert_trains_like_its_twin, config, tp_group
 
 on_two = on_ranks(2, config=config(2, False))
@@ -23,20 +23,6 @@ on_two = on_ranks(2, config=config(2, False))
 
 def converted(module: nn.Module) -> nn.Module:
     return convert(module, runtime.get())
-
-
-class warnings_of:
-    """Collects what smp logs."""
-
-    def __enter__(self):
-        self.lines: list[str] = []
-        self.handler = logging.Handler()
-        self.handler.emit = lambda record: self.lines.append(record.getMessage())
-        logging.getLogger("smp").addHandler(self.handler)
-        return self.lines
-
-    def __exit__(self, *error):
-        logging.getLogger("smp").removeHandler(self.handler)
 
 
 # Marks
@@ -251,7 +237,7 @@ def test_what_does_not_divide_is_left_whole_with_one_warning():
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3), nn.Embedding(5, 3), nn.Embedding(4, 4, sparse=True))
     model.append(nn.Linear(3, 5))
     smp.set_tensor_parallelism(model)
-    with warnings_of() as lines:
+    with log_lines() as lines:
         model = converted(model)
     assert [type(m) for m in model] == [nn.Linear, nn.Linear, nn.Embedding, nn.Embedding, nn.Linear]
     lines = [line for line in lines if "whole" in line]
@@ -270,7 +256,7 @@ def test_modules_that_share_weights_are_left_whole():
     model[1].extra = model[0].weight
     smp.register_parameter(model[3], model[2].weight)
     smp.set_tensor_parallelism(model)
-    with warnings_of() as lines:
+    with log_lines() as lines:
         model = converted(model)
     assert [type(m) for m in model[:5:2]] == [nn.Linear, nn.Linear, DistributedLinear]
     if tp_group().rank == 0:
@@ -376,7 +362,7 @@ def test_a_module_whose_instance_was_changed_is_left_whole():
     x = torch.randn(3, 4, dtype=torch.float64)
     model.eval()
     expected = model(x)
-    with warnings_of() as lines:
+    with log_lines() as lines:
         model = converted(model)
     assert [type(m) for m in model] == [nn.Linear, nn.Linear, nn.Linear, DistributedLinear]
     torch.testing.assert_close(model(x), expected)

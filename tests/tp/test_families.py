@@ -18,7 +18,7 @@ from smp.tp.delayed import materialize
 from smp.tp.families import Family, Place, Replacement, Rule, inside, weight_and_bias
 from smp.tp.layouts import FUSED_QKV, TRANSPOSED, HeadMajor
 from tests.harness import on_ranks
-from tests.tp.test_convert import warnings_of
+from tests.logs import log_lines
 from tests.tp.twins import config, tp_group
 
 # A library of one block and one model
@@ -262,7 +262,7 @@ def test_what_a_twin_cannot_do_is_left_whole():
         pruned: "h.0 whole: out.weight would become out.weight of shape",
     }.items():
         smp.set_tensor_parallelism(model)
-        with warnings_of() as lines:
+        with log_lines() as lines:
             convert(model, runtime.get())
         assert type(model.h[0]) is Block
         assert tp_group().rank != 0 or any(says in line for line in lines), lines

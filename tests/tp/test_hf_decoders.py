@@ -19,10 +19,10 @@ from smp.errors import StepError
 from smp.nn import DistributedTransformerLayer, DistributedTransformerLMHead
 from smp.tp import families
 from tests.harness import on_ranks
+from tests.logs import log_lines
 from tests.parity import models
 from tests.parity.compare import Setup, assert_close, build, check
 from tests.parity.zoo import Case
-from tests.tp.test_convert import warnings_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -114,7 +114,7 @@ def case(name: str, batch: Any = text, **switches: Any) -> Case:
 
 
 def trains_alike(what: Case, setup: Setup) -> None:
-    with warnings_of() as lines, exactly() if setup.dtype == torch.float64 else nullcontext():
+    with log_lines() as lines, exactly() if setup.dtype == torch.float64 else nullcontext():
         check(what, setup, prepare=smp.set_tensor_parallelism)
     assert not any("leaves" in line for line in lines), lines
 
@@ -229,7 +229,7 @@ def test_what_the_twin_does_not_know_is_left_whole():
         runtime.get().model = None
         model = make()
         smp.set_tensor_parallelism(model)
-        with warnings_of() as lines:
+        with log_lines() as lines:
             whole = smp.DistributedModel(model).module
         assert whole is model, says
         assert smp.rank() != 0 or any("leaves the model whole" in line and says in line for line in lines), lines
@@ -246,7 +246,7 @@ def test_results_are_as_the_original_gives_them(tp):
         runtime.get().model = None
         whole, module = (build(case(name), torch.float64).eval() for _ in range(2))
         smp.set_tensor_parallelism(module)
-        with warnings_of() as lines:
+        with log_lines() as lines:
             model = smp.DistributedModel(module)
         assert isinstance(model.module, DistributedTransformerLMHead), lines
         assert len(model.module.transformer.seq_layers) == 4

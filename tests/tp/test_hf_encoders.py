@@ -18,6 +18,7 @@ from smp.nn.huggingface import vit as vit_family
 from smp.tp.convert import convert
 from smp.tp.delayed import materialize
 from tests.harness import on_ranks
+from tests.logs import log_lines
 from tests.parity.compare import assert_close, build, job_batch, rows_of
 from tests.tp import hf_models
 from tests.tp.hf_models import (
@@ -32,7 +33,6 @@ from tests.tp.hf_models import (
     setup_of,
     vit,
 )
-from tests.tp.test_convert import warnings_of
 from tests.tp.twins import config, tp_group
 
 CASES = {
@@ -277,7 +277,7 @@ def test_switches_that_are_not_known_leave_layers_whole(switches, reason):
         return  # transformers 5 has no other positions
     module = bert("BertForSequenceClassification", **switches)().double()
     whole = copy.deepcopy(module)
-    with warnings_of() as lines:
+    with log_lines() as lines:
         module.bert.encoder = converted(module.bert.encoder)
     assert not distributed_layers(module)
     named = [line for line in lines if "layer.0" in line and reason in line]

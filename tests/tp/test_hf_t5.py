@@ -16,10 +16,10 @@ from smp.tp.convert import convert
 from smp.tp.delayed import materialize
 from smp.tp.shard import spec_of
 from tests.harness import on_ranks
+from tests.logs import log_lines
 from tests.parity.compare import assert_close, build, job_batch, rows_of
 from tests.tp import hf_models
 from tests.tp.hf_models import MODES, T5S, TWO_MODES, check_split, dropout_by_value, setup_of, t5
-from tests.tp.test_convert import warnings_of
 from tests.tp.twins import config, tp_group
 
 EVERY = pytest.mark.parametrize("name", T5S)
@@ -210,7 +210,7 @@ def test_a_delayed_model_starts_as_a_whole_one():
 def test_sizes_that_do_not_divide_leave_blocks_whole(switches, reason):
     """All of them, with one warning."""
     module = t5(**switches)()
-    with warnings_of() as lines:
+    with log_lines() as lines:
         module.encoder = converted(module.encoder)
     assert not split_blocks(module)
     named = [line for line in lines if "block.0" in line and reason in line]

@@ -18,7 +18,7 @@ from smp.tp.plan import find_units
 from smp.tp.planned import PlannedUnit
 from smp.tp.shard import spec_of
 from tests.harness import on_ranks
-from tests.tp.test_convert import warnings_of
+from tests.logs import log_lines
 from tests.tp.test_plan_models import MODELS, MORE, SIZES, all_in_float64, model
 from tests.tp.twins import config, tp_group
 
@@ -215,7 +215,7 @@ def test_a_model_without_plan_is_split_module_by_module():
 @on_ranks(4, config=config(4, False), timeout=180)
 def test_refused_units_are_whole_with_one_warning():
     """Their linears are not split one by one either."""
-    with warnings_of() as lines:
+    with log_lines() as lines:
         split, whole = both("llama")
     if smp.rank() == 0:
         (line,) = lines
@@ -294,7 +294,7 @@ def test_router_scores_are_those_of_the_own_batch_or_refused(prescaled):
                 split(input_ids=own(ids), **ask)
             split(input_ids=own(ids), output_router_logits=False)
             split.config.output_router_logits = True
-        with warnings_of() as lines:
+        with log_lines() as lines:
             split, whole = both("mixtral-balanced")
         assert tp_group().rank or any("mlp" in line and "output_router_logits" in line for line in lines), lines
     with all_in_float64():
