@@ -3,8 +3,9 @@
 CREATED  --- pipeline degree 1: at once; otherwise: first call of the model in a step --->  PARTITIONED
   the whole module on every rank                      1. tensor-parallel replacement
                                                       2. stages assigned, other stages' memory freed
-                                                      3. weights of rdp_rank 0 everywhere, loaded state applied
-                                                      4. reducer made, optimizer told, post-partition hooks run
+                                                      3. weights of rdp_rank 0 everywhere
+                                                      4. reducer made, optimizer told
+                                                      5. what was loaded before is applied, post-partition hooks run
 """
 
 import enum
@@ -120,8 +121,6 @@ class DistributedModel(ModelViews):
         self._tied: dict[int, TiedGroup] = {}
         self.check_batch = BatchCheck(rt)
         self._state = State.CREATED
-        self._pending_state: Any = None  # what load_state_dict was given before partition
-        self._at_partition: Callable[[], None] | None = None  # loads the checkpoint resumed from before partition
         self._comm_hook: tuple[Any, Any] | None = None
         self._no_sync = False
         self._num_microbatches = 1
@@ -335,16 +334,13 @@ class DistributedModel(ModelViews):
             self._tied = tied_groups(rt, stages)
             share_initial_values(list(self.module.parameters()), self._tied)
         self._state = State.PARTITIONED
-        model_state.apply_pending(self)
         widen(self.local_parameters(), rt.config)
         self._make_reducer()
         if rt.topology.pp_size > 1:
             accept_empty_stages()
         if rt.optimizer is not None:
-            rt.optimizer._on_partition(list(self.parameters()))
-        if self._at_partition is not None:
-            load, self._at_partition = self._at_partition, None
-            load()
+            rt.optimizer.take_local(list(self.parameters()))
+        rt.run_waiting_loads()
         if rt.topology.pp_size > 1:
             log.info_rank0(
                 "%s", table(self.module, stages, rt.topology.pp_size, self.engine.costs, self.engine.forecast)
@@ -583,12 +579,6 @@ class DistributedModel(ModelViews):
         See `smp.model_state.load_state_dict` for errors.
         """
         return model_state.load_state_dict(self, state_dict, strict, same_partition_load)
-
-    def at_partition(self, load: Callable[[], None] | None) -> None:
-        """Calls `load` once every rank has its tensors and the optimizer its parameters, before the hooks; a second
-        call takes the place of the first, and None forgets it. For `smp.resume_from_checkpoint`.
-        """
-        self._at_partition = load
 
     # -- hooks and the rest --------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from smp.comm.entry import enter_collective, raise_alike
 from smp.comm.transport import Channel
 from smp.dp.optimizer_state import PARTIAL_KEY
 from smp.errors import CheckpointError, UsageError
-from smp.runtime import Runtime
+from smp.runtime import Runtime, WaitingLoad
 from smp.topology import CommGroup
 from smp.tp.contexts import mark_of
 from smp.tp.origin import extra_names, is_extra
@@ -62,9 +62,9 @@ class StatefulModel(Protocol):
         ...
 
 
-@dataclass
-class PendingState:
-    """A state dict given before partition, kept until `apply_pending`."""
+@dataclass(frozen=True)
+class _Load:
+    """What `load_state_dict` was given."""
 
     state_dict: Mapping[str, Any]
     strict: bool
@@ -207,7 +207,7 @@ def full_state_dict(
 
 
 def _whole_before_partition(model: StatefulModel, cast_to_cpu: bool) -> dict[str, Tensor]:
-    if any(getattr(model, name, None) is not None for name in ("_pending_state", "_at_partition")):
+    if any(waiting.of_model for waiting in runtime.get().waiting_loads):
         raise UsageError(
             "state_dict() was called between load_state_dict() or resume_from_checkpoint() and the first step, which "
             "applies what was loaded"
@@ -297,28 +297,23 @@ def load_state_dict(
     enter_collective(rt, "model.load_state_dict()", rt.group(CommGroup.WORLD), _LOAD_ADVICE)
     if not isinstance(state_dict, Mapping):
         raise UsageError(f"load_state_dict() needs a mapping from names to tensors, got {type(state_dict).__name__}")
-    pending = PendingState(state_dict, strict, same_partition_load)
-    if not model.partitioned:
-        if getattr(model, "_at_partition", None) is not None:
-            raise UsageError(
-                "load_state_dict() was called between resume_from_checkpoint() and the first step, where the "
-                "checkpoint would take the place of what is loaded: call it before resuming, or after a step"
-            )
-        raise_alike(rt, rt.group(CommGroup.WORLD), _early_refusal(rt, model, pending))
-        model._pending_state = pending  # type: ignore[attr-defined]
-        return _IncompatibleKeys([], [])
-    return _apply(rt, model, pending)
+    load = _Load(state_dict, strict, same_partition_load)
+    if model.partitioned:
+        return _apply(rt, model, load)
+    raise_alike(rt, rt.group(CommGroup.WORLD), _early_refusal(rt, model, load))
+    rt.waiting_loads.append(WaitingLoad(lambda: _apply(rt, model, load), of_model=True, of_optimizer=False))
+    return _IncompatibleKeys([], [])
 
 
-def _early_refusal(rt: Runtime, model: StatefulModel, pending: PendingState) -> CheckpointError | None:
+def _early_refusal(rt: Runtime, model: StatefulModel, load: _Load) -> CheckpointError | None:
     """What is wrong with the names of a whole state dict, as far as it is known before partition."""
-    if not pending.strict or pending.state_dict.get(PARTIAL_KEY):
+    if not load.strict or load.state_dict.get(PARTIAL_KEY):
         return None
     if may_rename(rt, model):
         return None
     if any(child._load_state_dict_pre_hooks for child in model.module.modules()):  # they may rename
         return None
-    unexpected = [name for name in pending.state_dict if name != PARTIAL_KEY and name not in _named_state(model.module)]
+    unexpected = [name for name in load.state_dict if name != PARTIAL_KEY and name not in _named_state(model.module)]
     if not unexpected:
         return None
     name = type(model.module).__name__
@@ -328,14 +323,6 @@ def _early_refusal(rt: Runtime, model: StatefulModel, pending: PendingState) -> 
 def may_rename(rt: Runtime, model: StatefulModel) -> bool:
     """Whether a module of a model that is not partitioned yet will be replaced: its names may be others then."""
     return rt.tp_size > 1 or any(mark is not None and mark.enabled for mark in map(mark_of, model.module.modules()))
-
-
-def apply_pending(model: StatefulModel) -> None:
-    """Load what was given before partition; the model calls it on every rank once its parameters are placed."""
-    pending = getattr(model, "_pending_state", None)
-    if pending is not None:
-        model._pending_state = None  # type: ignore[attr-defined]
-        _apply(runtime.get(), model, pending)
 
 
 @dataclass
@@ -353,15 +340,15 @@ class _Plan:
 
 
 @log.long_phase("loading the model's state")
-def _apply(rt: Runtime, model: StatefulModel, pending: PendingState) -> _IncompatibleKeys:
+def _apply(rt: Runtime, model: StatefulModel, load: _Load) -> _IncompatibleKeys:
     group = rt.group(CommGroup.MP_GROUP)
-    values = OrderedDict(pending.state_dict)
+    values = OrderedDict(load.state_dict)
     partial = bool(values.pop(PARTIAL_KEY, False))
-    if PARTIAL_KEY not in pending.state_dict:
+    if PARTIAL_KEY not in load.state_dict:
         for _, to_ours in state_mod.state.module_manager.translate_functions:
             values = OrderedDict(to_ours(values))
     if not partial:
-        _run_load_hooks(model.module, values, pending)
+        _run_load_hooks(model.module, values, load)
     entries = entries_of(model)
     extra = extra_names(model.module)
     if partial and extra:  # their modules may have moved to other stages
@@ -369,8 +356,8 @@ def _apply(rt: Runtime, model: StatefulModel, pending: PendingState) -> _Incompa
     mine = {name: tuple(value.shape) if isinstance(value, Tensor) else None for name, value in values.items()}
     gathered = rt.transport.all_gather_object((partial, mine), group) if group.size > 1 else [(partial, mine)]
     held = {rank: shapes for rank, (_, shapes) in zip(group.ranks, gathered)}
-    plan = _plan(rt, entries, extra, held, partial, pending.same_partition_load)
-    error = _refusal(model, plan, {rank: kind for rank, (kind, _) in zip(group.ranks, gathered)}, pending.strict)
+    plan = _plan(rt, entries, extra, held, partial, load.same_partition_load)
+    error = _refusal(model, plan, {rank: kind for rank, (kind, _) in zip(group.ranks, gathered)}, load.strict)
     raise_alike(rt, group, error)
     _copy_in(rt, entries, values, plan)
     for name in extra:
@@ -379,14 +366,14 @@ def _apply(rt: Runtime, model: StatefulModel, pending: PendingState) -> _Incompa
     return _IncompatibleKeys(plan.missing, plan.unexpected)
 
 
-def _run_load_hooks(module: nn.Module, values: "OrderedDict[str, Any]", pending: PendingState) -> None:
+def _run_load_hooks(module: nn.Module, values: "OrderedDict[str, Any]", load: _Load) -> None:
     """The pre-hooks that modules registered to rename or repair old state dicts, on a whole one."""
-    metadata = getattr(pending.state_dict, "_metadata", {})
+    metadata = getattr(load.state_dict, "_metadata", {})
     ignored: list[str] = []
     for path, child in module.named_modules():
         for hook in list(child._load_state_dict_pre_hooks.values()):
             prefix = f"{path}." if path else ""
-            hook(values, prefix, metadata.get(path, {}), pending.strict, ignored, ignored, ignored)
+            hook(values, prefix, metadata.get(path, {}), load.strict, ignored, ignored, ignored)
 
 
 def _plan(

@@ -1,6 +1,8 @@
 """DistributedOptimizer: a torch optimizer over the parameters of this rank's stage."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from functools import partial as bind
 from typing import Any
 
 import torch
@@ -16,8 +18,8 @@ from smp.dp.optimizer_state import Layout
 from smp.dp.ownership import Ownership
 from smp.dp.reduction import all_reduce
 from smp.errors import CheckpointError, UsageError
-from smp.fp16.gradients import HALF
 from smp.fp16.optimizer import MASTERS_KEY, SCALER_KEY, FP16_Optimizer
+from smp.runtime import WaitingLoad
 from smp.topology import CommGroup
 from smp.tp.carry import is_merged
 from smp.tp.shard import spec_of
@@ -73,18 +75,13 @@ class DistributedOptimizer(FP16_Optimizer):
     ) -> None:
         rt = runtime.get()
         super().__init__(optimizer, static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
-        self._pending_state: Mapping[str, Any] | None = None
-        self._pending_masters: dict[str, Tensor] = {}
-        # fp32 values that parameters were loaded with, by their ids, until there are masters.
-        self._loaded: dict[int, Tensor] = {}
-        self._is_local = False  # whether the inner optimizer holds what it updates on this rank, and nothing else
         self._layout: Layout | None = None
         self._ties_checked = False
         # All parameters the inner optimizer was given, before those of other stages are dropped.
         self._given: list[list[Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
         rt.optimizer = self
         if rt.model is not None and rt.model.partitioned:
-            self._on_partition(rt.model.local_parameters())
+            self.take_local(rt.model.local_parameters())
 
     def _prepare(self) -> bool:
         """Whether gradients may overflow. Masters are made at partition."""
@@ -105,7 +102,7 @@ class DistributedOptimizer(FP16_Optimizer):
         self._layout, self._ties_checked = None, False
         model = runtime.get().model
         if model is not None and model.partitioned:
-            self._take_local(model.local_parameters())
+            self.take_local(model.local_parameters())
 
     # ---- training
 
@@ -193,29 +190,17 @@ class DistributedOptimizer(FP16_Optimizer):
 
     # ---- partition and state
 
-    def _on_partition(self, local_parameters: Iterable[Tensor]) -> None:
-        """Called on every rank once it is known which parameters this rank holds."""
-        self._take_local(local_parameters)
-        pending, self._pending_state = self._pending_state, None
-        if pending is not None:
-            self._load(pending)
-        masters, self._pending_masters = self._pending_masters, {}
-        self._set_masters(masters)
-
-    def _take_local(self, local_parameters: Iterable[Tensor]) -> None:
-        """From all parameters given to those that the inner optimizer updates on this rank."""
+    def take_local(self, local_parameters: Iterable[Tensor]) -> None:
+        """From all parameters given to those that the inner optimizer updates on this rank. For the model, once it is
+        partitioned.
+        """
         _refuse_parts(self.optimizer)
         self._drop_foreign(local_parameters)
         ownership = self._ownership
         if ownership is not None:
             optimizer_state.drop_parameters(self.optimizer, lambda param: ownership.owns(self._masters.half_of(param)))
-        self._is_local = True
         if self.loss_scaler is not None:
             self._masters.install(self.optimizer)
-            for half in self._masters.halves:
-                if id(half) in self._loaded:
-                    self._masters.take(half, self._loaded[id(half)])
-            self._loaded = {}
 
     def _drop_foreign(self, local_parameters: Iterable[Tensor]) -> None:
         local = {id(param) for param in local_parameters}
@@ -257,10 +242,10 @@ class DistributedOptimizer(FP16_Optimizer):
         sharded = self._ownership is not None
         group = rt.group(CommGroup.WORLD if sharded else CommGroup.MP_GROUP)
         enter_collective(rt, "optimizer.state_dict()", group, _SHARDED_ADVICE if sharded else _STATE_DICT_ADVICE)
-        if self._pending_state is not None:
+        if any(waiting.of_optimizer for waiting in rt.waiting_loads):
             raise UsageError(
-                "optimizer.state_dict() was called between load_state_dict() and the first step, which applies what "
-                "was loaded"
+                "optimizer.state_dict() was called between load_state_dict() or resume_from_checkpoint() and the first "
+                "step, which applies what was loaded"
             )
         layout = self._whole_layout()
         with self._masters.as_state(self.optimizer):
@@ -273,7 +258,8 @@ class DistributedOptimizer(FP16_Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a full state dict or this rank's partial one; collective over all ranks.
 
-        Before partition it is kept and applied then.
+        Before partition it is kept and applied then; the options of the groups are loaded at once, and what is set in
+        them afterwards stays.
 
         Raises:
             CheckpointError: it does not fit; on every rank.
@@ -282,13 +268,32 @@ class DistributedOptimizer(FP16_Optimizer):
         enter_collective(rt, "optimizer.load_state_dict()", rt.group(CommGroup.WORLD), _LOAD_ADVICE)
         if not isinstance(state_dict, Mapping):
             raise UsageError(f"load_state_dict() needs a state dict, got {type(state_dict).__name__}")
-        if rt.model is None or not rt.model.partitioned:
-            self._pending_state = state_dict
-        else:
+        if rt.model is not None and rt.model.partitioned:
             self._load(state_dict)
+            return
+        optimizer_state.agree(rt, lambda: self.load_options(state_dict["param_groups"]))
+        load = bind(self._load, state_dict, keep_options=True)
+        rt.waiting_loads.append(WaitingLoad(load, of_model=False, of_optimizer=True))
 
-    def _load(self, state_dict: Mapping[str, Any]) -> None:
+    def load_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Gives the groups saved options (the learning rate ..), all but their parameters.
+
+        Raises:
+            CheckpointError: other groups, or those of another kind of optimizer.
+        """
+        if len(groups) != len(self.param_groups):
+            raise CheckpointError(
+                f"the saved optimizer has {len(groups)} parameter groups, the job's has {len(self.param_groups)}"
+            )
+        optimizer_state.check_options(self.optimizer, groups)
+        for group, saved in zip(self.param_groups, groups):
+            group.update(deepcopy(optimizer_state.options_of(saved)))
+
+    def _load(self, state_dict: Mapping[str, Any], keep_options: bool = False) -> None:
         rt, names = runtime.get(), self._names()
+        if keep_options:
+            groups = zip(state_dict["param_groups"], map(optimizer_state.options_of, self.param_groups))
+            state_dict = {**state_dict, "param_groups": [{**saved, **options} for saved, options in groups]}
         state_dict = optimizer_state.masters_into_state(state_dict)
         if optimizer_state.is_partial(rt, state_dict):
             local = optimizer_state.agree(
@@ -327,19 +332,12 @@ class DistributedOptimizer(FP16_Optimizer):
         return {names[id(master)]: master.detach() for master in self._masters.masters}
 
     def load_masters(self, values: Mapping[str, Tensor]) -> None:
-        """Gives masters the fp32 values of those names, and parameters the rounded ones. Before partition they are kept
-        and applied then. Names of parameters without a master on this rank are passed over.
+        """Gives masters the fp32 values of those names, and parameters the rounded ones. Names of parameters without a
+        master on this rank are passed over.
 
         Raises:
             CheckpointError: a value of another shape.
         """
-        model = runtime.get().model
-        if model is None or not model.partitioned:
-            self._pending_masters = dict(values)
-        else:
-            self._set_masters(values)
-
-    def _set_masters(self, values: Mapping[str, Tensor]) -> None:
         names = self._names()
         known = {names[id(master)]: master for master in self._masters.masters}
         for name in known.keys() & values.keys():
@@ -355,8 +353,6 @@ class DistributedOptimizer(FP16_Optimizer):
         """The model has loaded `value` into a parameter: its master takes it, unrounded."""
         if self._masters.has_master(param):
             self._masters.take(param, value)
-        elif self.loss_scaler is not None and not self._is_local and param.dtype in HALF and value.dtype not in HALF:
-            self._loaded[id(param)] = value
 
     def _of_stage(self) -> list[list[Parameter]]:
         """By group, the parameters that live on this rank's stage, whoever updates them; before partition all given."""

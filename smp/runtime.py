@@ -10,7 +10,8 @@
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +31,15 @@ from smp.groups import Group, make_groups
 from smp.topology import CommGroup, RankType, Topology
 
 
+@dataclass(frozen=True)
+class WaitingLoad:
+    """Values on their way into the model, the optimizer, or both, until these are partitioned."""
+
+    load: Callable[[], object]
+    of_model: bool
+    of_optimizer: bool
+
+
 class Runtime:
     """Configuration, grid, groups and transport of this rank.
 
@@ -37,6 +47,7 @@ class Runtime:
         transport: messages between any two ranks.
         moves: tensors between stages; the transport, or something faster on the device.
         model, optimizer: the one DistributedModel and DistributedOptimizer, once made.
+        waiting_loads: what scripts have loaded before the model is partitioned, in the order of their calls.
     """
 
     def __init__(
@@ -60,6 +71,7 @@ class Runtime:
         self.device = world.device
         self.model: Any = None
         self.optimizer: Any = None
+        self.waiting_loads: list[WaitingLoad] = []
         self._groups = groups
         self.rdp_rank, self.pp_rank, self.tp_rank = topology.coordinates(world.rank)
         self.dp_rank = groups[CommGroup.DP_GROUP].rank
@@ -71,6 +83,12 @@ class Runtime:
     def group(self, kind: CommGroup) -> Group:
         """The group of that kind that this rank is in."""
         return self._groups[kind]
+
+    def run_waiting_loads(self) -> None:
+        """Does them, the last one last: the model is partitioned, and the optimizer has its parameters."""
+        loads, self.waiting_loads = self.waiting_loads, []
+        for waiting in loads:
+            waiting.load()
 
     def world_rank(self, rank: int, kind: RankType) -> int:
         """The world rank of the member of this rank's own group that has this number.

@@ -17,7 +17,7 @@ class HandMade:
     """Offers what `smp.model_state` asks of a model. `stages`: path of a module -> stage; the rest is on stage 0."""
 
     def __init__(self, module: nn.Module, stages: dict[str, int], partitioned: bool = True) -> None:
-        self.module, self.partitioned, self._pending_state = module, False, None
+        self.module, self.partitioned = module, False
         self.stage_of = {}
         for name in dict(module.named_parameters(remove_duplicate=False)) | dict(
             module.named_buffers(remove_duplicate=False)

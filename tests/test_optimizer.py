@@ -53,7 +53,8 @@ def partition(model: Any, stages: list[list[str]], cut: dict[str, int]) -> None:
     model.local_parameters = lambda: [param for name, param in model.module.named_parameters() if name in mine]
     model.partitioned = True
     if rt.optimizer is not None:
-        rt.optimizer._on_partition(model.local_parameters())
+        rt.optimizer.take_local(model.local_parameters())
+    rt.run_waiting_loads()
 
 
 def trained(module: nn.Module, steps: range, optimizer: torch.optim.Optimizer) -> None:

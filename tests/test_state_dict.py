@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import smp
-from smp import model_state
+from smp import model_state, runtime
 from smp.errors import CheckpointError, UsageError
 from smp.tp.shard import spec_of
 from tests.harness import on_ranks
@@ -206,9 +206,8 @@ def test_what_is_loaded_before_partition_is_applied_then():
     with pytest.raises(UsageError, match="between load_state_dict"):
         model_state.full_state_dict(model)
     model.partition()
-    model_state.apply_pending(model)
+    runtime.get().run_waiting_loads()
     assert_holds(model, whole)
-    model_state.apply_pending(model)
     assert_full(model_state.full_state_dict(model), whole)
 
 

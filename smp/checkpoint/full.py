@@ -32,7 +32,7 @@ from smp.comm.entry import together
 from smp.dp.optimizer_state import PARTIAL_KEY
 from smp.fp16.optimizer import SCALER_KEY
 from smp.model_state import may_rename
-from smp.runtime import Runtime
+from smp.runtime import Runtime, WaitingLoad
 from smp.tp.origin import origins, tied_names
 
 Translation = Callable[[dict[str, Any]], dict[str, Any]]
@@ -164,24 +164,19 @@ class FullLoad:
         path = self._checkpoint.file(f"user_content_{self._path.name}")
         return read_file(path) if path.is_file() else None
 
-    def options_of_groups(self) -> list[dict[str, Any]]:
-        """As `PartialLoad.options_of_groups`."""
-        return self._load.options_of_groups()
-
-    def keep_options(self) -> None:
-        """As `PartialLoad.keep_options`."""
-        self._options = replace(self._options, keep_options=True)
-        self._load.keep_options()
+    def settle_groups(self) -> None:
+        """As `PartialLoad.settle_groups`."""
+        self._load.settle_groups()
+        self._options = self._load.options
 
     def apply(self) -> None:
         """Puts the values into model and optimizer, or keeps them until the model is partitioned. Collective."""
         if self._by_dict:
-            self._rt.model.at_partition(None)  # of a resume before this one
             self._rt.model.load_state_dict(together(self._rt, self._dict), strict=self._options.strict)
         if self._rt.model.partitioned:
             self._apply()
         else:
-            self._rt.model.at_partition(self._apply)
+            self._rt.waiting_loads.append(WaitingLoad(self._apply, of_model=True, of_optimizer=True))
 
     def _dict(self) -> dict[str, Any]:
         values = dict(self._checkpoint.load(self._path.name))

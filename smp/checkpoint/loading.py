@@ -9,7 +9,6 @@ Before partition the last two wait for it: nobody knows yet which tensors this r
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,11 +22,13 @@ from smp.checkpoint.manifest import Kind, StoredTensor
 from smp.checkpoint.partial import degrees_of, place_of
 from smp.checkpoint.reader import Checkpoint, traffic
 from smp.checkpoint.slices import Copy
+from smp.comm.entry import together
 from smp.dp import optimizer_state
 from smp.errors import CheckpointError
 from smp.fp16.optimizer import SCALER_KEY
 from smp.model_state import entries_of
 from smp.runtime import Runtime
+from smp.topology import CommGroup
 from smp.tp.origin import Origin, extra_names, origins
 
 Kinds = Sequence[tuple[Kind, str]]
@@ -49,7 +50,7 @@ class PartialLoad:
     """One checkpoint on its way into the job."""
 
     def __init__(self, rt: Runtime, checkpoint: Checkpoint, options: Options) -> None:
-        self._rt, self._checkpoint, self._options = rt, checkpoint, options
+        self._rt, self._checkpoint, self.options = rt, checkpoint, options
         self._near = place_of(rt)
 
     # ---- before anything is known of the partition
@@ -67,7 +68,7 @@ class PartialLoad:
         """Names and shapes."""
         known = origins(self._rt.model.module)
         problems = list(self._shape_problems(known))
-        if self._has("model") and self._options.strict:
+        if self._has("model") and self.options.strict:
             wanted = {source for origin in known.values() for source in origin.shapes} | set(
                 extra_names(self._rt.model.module)
             )
@@ -105,52 +106,40 @@ class PartialLoad:
         return bool(self._checkpoint.tensors(kind))
 
     def _wants_optimizer(self) -> bool:
-        if not self._options.load_optimizer or self._rt.optimizer is None:
+        if not self.options.load_optimizer or self._rt.optimizer is None:
             return False
-        return self._options.load_sharded_optimizer_state or not self._checkpoint.manifest.sharded
+        return self.options.load_sharded_optimizer_state or not self._checkpoint.manifest.sharded
 
-    def options_of_groups(self) -> list[dict[str, Any]]:
-        """The saved options of the optimizer's groups, in order; none when they are not wanted. Not collective.
-
-        Raises:
-            CheckpointError: the optimizer has other groups, or is of another kind.
-        """
-        if not self._wants_optimizer():
-            return []
-        known = origins(self._rt.model.module)
-        groups = OptimizerReader(self._checkpoint, self._rt.optimizer, known, self._near).saved_groups()
-        optimizer_state.check_options(self._rt.optimizer.optimizer, groups)
-        named = ("params", "param_names")
-        return [{key: deepcopy(value) for key, value in group.items() if key not in named} for group in groups]
-
-    def parameters_of_groups(self) -> list[list[str]]:
-        """By group, the user's tensors that this rank's optimizer was given; empty when its state is not wanted."""
-        if not self._wants_optimizer():
-            return []
-        known, names = origins(self._rt.model.module), self._rt.optimizer._names()
-        return [
-            [source for param in group for source in sources_of(names[id(param)], known)]
-            for group in self._rt.optimizer._given
-        ]
-
-    def refuse_fewer_parameters(self, given: Sequence[list[list[str]]]) -> None:
-        """`given`: of every rank, its `parameters_of_groups`.
+    def settle_groups(self) -> None:
+        """Sees that the optimizer's groups are those that were saved. Before partition gives them the saved options at
+        once: schedulers made from here on need them, and what the script sets from here on shall stay. Collective over
+        all ranks.
 
         Raises:
-            CheckpointError: no rank's optimizer has a parameter that the saved one had: its state would be lost.
+            CheckpointError: on every rank: the optimizer has other groups, fewer parameters, or is of another kind.
         """
-        here = {source for groups in given for group in groups for source in group}
-        saved = self._checkpoint.manifest.groups if self._wants_optimizer() else None
-        lost = [name for group in saved or () for name in group.names if name not in here]
-        if lost:
-            raise CheckpointError(
-                f"{self._checkpoint.path} holds optimizer state of {_some(lost)}, which the job's optimizer was not "
-                "given: give it the parameters that the saved one had, or resume with load_optimizer=False"
-            )
+        if not self._wants_optimizer():
+            return
+        rt, known = self._rt, origins(self._rt.model.module)
+        names = rt.optimizer._names()
+        mine = {source for group in rt.optimizer._given for p in group for source in sources_of(names[id(p)], known)}
+        given = set().union(*rt.transport.all_gather_object(mine, rt.group(CommGroup.WORLD)))
 
-    def keep_options(self) -> None:
-        """From here on the groups' own options are the right ones."""
-        self._options = replace(self._options, keep_options=True)
+        def checked() -> list[dict[str, Any]]:
+            groups = OptimizerReader(self._checkpoint, rt.optimizer, known, self._near).saved_groups()
+            optimizer_state.check_options(rt.optimizer.optimizer, groups)
+            saved = [name for group in self._checkpoint.manifest.groups or () for name in group.names]
+            if lost := [name for name in saved if name not in given]:
+                raise CheckpointError(
+                    f"{self._checkpoint.path} holds optimizer state of {_some(lost)}, which the job's optimizer was "
+                    "not given: give it the parameters that the saved one had, or resume with load_optimizer=False"
+                )
+            return groups
+
+        groups = together(rt, checked)
+        if not rt.model.partitioned:
+            rt.optimizer.load_options(groups)
+            self.options = replace(self.options, keep_options=True)
 
     # ---- once this rank's tensors are known
 
@@ -167,7 +156,7 @@ class PartialLoad:
         state, scaler = None, None
         if self._wants_optimizer():
             state = OptimizerReader(self._checkpoint, self._rt.optimizer, known, self._near).read(
-                self._options.keep_options
+                self.options.keep_options
             )
             scaler = self._scaler()
 
@@ -192,7 +181,7 @@ class PartialLoad:
                 continue
             name, tensor = entry.names[0], entry.tensor.detach()
             there = set(self._checkpoint.sources("model"))
-            if not self._options.strict and not {block.source for block in known[name].blocks} <= there:
+            if not self.options.strict and not {block.source for block in known[name].blocks} <= there:
                 continue
             kinds = _EXACT if tensor.dtype in (torch.float32, torch.float64) else _MODEL
             yield tensor, self._found(self._checkpoint.copies(known[name].blocks, kinds, name, self._near))

@@ -28,7 +28,7 @@ from smp.checkpoint.reader import Checkpoint
 from smp.checkpoint.safe_load import serialize
 from smp.comm.entry import enter_collective, together
 from smp.errors import CheckpointError, SmpError, UsageError
-from smp.runtime import Runtime
+from smp.runtime import Runtime, WaitingLoad
 from smp.topology import CommGroup
 
 _RESUME_ADVICE = "Call smp.resume_from_checkpoint on all ranks, under no condition: each reads what it needs."
@@ -161,7 +161,7 @@ def resume_from_checkpoint(
         load = full.FullLoad(rt, found.path, options, translate_function)
         together(rt, load.check)
         user_content = together(rt, load.user_content)
-        _adopt_options(rt, load)
+        load.settle_groups()
         load.apply()
         return user_content
     return old.resume(rt, found, options)
@@ -176,32 +176,19 @@ def _resume_partial(rt: Runtime, found: Found, options: Options) -> Any:
         return checkpoint.load(USER_CONTENT), saved_random_state(checkpoint, place_of(rt))
 
     user_content, restore_random = together(rt, check)
-    given = rt.transport.all_gather_object(load.parameters_of_groups(), rt.group(CommGroup.WORLD))
-    together(rt, lambda: load.refuse_fewer_parameters(given))
+    load.settle_groups()
 
     def apply() -> None:
         apply_values = together(rt, load.plan)
         apply_values()
         checkpoint.close()
 
-    _adopt_options(rt, load)
     if rt.model.partitioned:
         apply()
     else:
-        rt.model.at_partition(apply)
+        rt.waiting_loads.append(WaitingLoad(apply, of_model=True, of_optimizer=True))
     restore_random()
     return user_content
-
-
-def _adopt_options(rt: Runtime, load: PartialLoad | full.FullLoad) -> None:
-    """Before partition gives the optimizer's groups the saved options at once: schedulers made from here on need them,
-    and what the script sets from here on shall stay.
-    """
-    if not rt.model.partitioned:
-        saved = together(rt, load.options_of_groups)
-        for group, options in zip(rt.optimizer.param_groups if saved else [], saved):
-            group.update(options)
-        load.keep_options()
 
 
 def _enter(rt: Runtime, call: str, advice: str) -> None:

@@ -26,7 +26,6 @@ def resume(rt: Runtime, found: Found, options: Options) -> Any:
         CheckpointError: it was saved on other degrees, a file is missing or damaged, or it does not fit; on all ranks.
     """
     model_state, optimizer_state, user_content = together(rt, lambda: _read(rt, found, options))
-    rt.model.at_partition(None)  # of a resume before this one
     rt.model.load_state_dict(model_state, strict=options.strict)
     if options.load_optimizer and rt.optimizer is not None:
         rt.optimizer.load_state_dict(optimizer_state)

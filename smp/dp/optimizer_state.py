@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from smp import runtime
-from smp.comm.entry import raise_alike
+from smp.comm.entry import Result, raise_alike, together
 from smp.dp.ownership import counts, ownership_of
 from smp.dp.state_exchange import Key, exchange
 from smp.errors import CheckpointError, UsageError
@@ -60,11 +60,16 @@ def merge_layouts(layouts: Sequence[Layout], module_order: Sequence[str]) -> Lay
     return merged
 
 
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
 def full_groups(optimizer: Optimizer, layout: Layout) -> list[dict[str, Any]]:
     """The `param_groups` of a full state dict: options of `optimizer`'s groups, positions by `layout`."""
     groups, start = [], 0
     for group, names in zip(optimizer.param_groups, layout):
-        full = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        full = options_of(group)
         if "param_names" in group:
             full["param_names"] = list(names)
         full["params"] = list(range(start, start + len(names)))
@@ -162,8 +167,7 @@ def take_local(
     check_options(optimizer, groups)
     state, packed, start = {}, [], 0
     for group, saved in zip(optimizer.param_groups, groups):
-        options = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
-        packed.append({**options, "params": list(range(start, start + len(group["params"])))})
+        packed.append({**options_of(saved), "params": list(range(start, start + len(group["params"])))})
         for position, param in enumerate(group["params"], start):
             if entry := entries.get(names[id(param)]):
                 state[position] = entry
@@ -334,7 +338,7 @@ def split_partial(
 
     offers = {key(name): state for name, state in known.items()}
     missing = [key(name) for name in needed if name not in known]
-    known |= {name: state for (name, _), state in exchange(rt, rt.group(CommGroup.WORLD), offers, missing)}
+    known |= {name: dict(state) for (name, _), state in exchange(rt, rt.group(CommGroup.WORLD), offers, missing)}
 
     def checked() -> dict[str, Any]:
         if missing := [name for name in needed if name not in known]:
@@ -382,17 +386,16 @@ def _names_by_position(optimizer: Optimizer, names: Mapping[int, str], state_dic
     return mine
 
 
-def agree(rt: Runtime, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def agree(rt: Runtime, make: Callable[[], Result]) -> Result:
     """What `make` gives; when it raises a CheckpointError on one rank, all ranks raise it."""
-    result: dict[str, Any] = {}
-    error: Exception | None = None
-    try:
-        result = make()
-    except (CheckpointError, KeyError, TypeError) as problem:
-        is_ours = isinstance(problem, CheckpointError)
-        error = problem if is_ours else CheckpointError(f"not an optimizer's state dict: {problem!r}")
-    raise_alike(rt, rt.group(CommGroup.WORLD), error)
-    return result
+
+    def checked() -> Result:
+        try:
+            return make()
+        except (KeyError, TypeError) as problem:
+            raise CheckpointError(f"not an optimizer's state dict: {problem!r}") from problem
+
+    return together(rt, checked)
 
 
 def check_tied_options(rt: Runtime, optimizer: Optimizer, given: Sequence[Sequence[Tensor]]) -> None:
@@ -410,8 +413,8 @@ def check_tied_options(rt: Runtime, optimizer: Optimizer, given: Sequence[Sequen
         return
     mine: dict[str, str | None] = {name: None for name in tied.values() if stages.is_local(name)}
     for group, params in zip(optimizer.param_groups, given):
-        options = {key: value for key, value in sorted(group.items()) if key not in ("params", "param_names")}
-        mine |= {tied[id(p)]: repr(options) for p in params if tied.get(id(p)) in mine}
+        options = repr(sorted(options_of(group).items()))
+        mine |= {tied[id(p)]: options for p in params if tied.get(id(p)) in mine}
     seen: dict[str, dict[str | None, int]] = {}
     for stage, held in enumerate(rt.transport.all_gather_object(mine, rt.group(CommGroup.PP_GROUP))):
         for name, option in held.items():

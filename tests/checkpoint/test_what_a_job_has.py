@@ -138,17 +138,18 @@ def test_the_state_of_another_kind_of_optimizer_is_refused(number):
         update(model, optimizer)
 
 
+@pytest.mark.parametrize("partial", [True, False])
 @on_ranks(1, config={})
-def test_an_optimizer_of_fewer_parameters_than_the_saved_one_is_refused():
+def test_an_optimizer_of_fewer_parameters_than_the_saved_one_is_refused(partial):
     """The state of the others would be dropped, and missing when all of them train again."""
     with shared_directory() as directory:
         model, optimizer = job(torch.optim.AdamW)
         update(model, optimizer)
-        smp.save_checkpoint(directory, "a", model=model, optimizer=optimizer)
+        smp.save_checkpoint(directory, "a", partial=partial, model=model, optimizer=optimizer)
         model, optimizer = job(lambda params: torch.optim.AdamW(params[:1]))
         with pytest.raises(CheckpointError, match="holds optimizer state of bias, which the job's optimizer was not"):
-            smp.resume_from_checkpoint(directory, "a")
-        smp.resume_from_checkpoint(directory, "a", load_optimizer=False)
+            smp.resume_from_checkpoint(directory, "a", partial=partial)
+        smp.resume_from_checkpoint(directory, "a", partial=partial, load_optimizer=False)
 
 
 @on_ranks(1, config={})
@@ -207,7 +208,7 @@ def staged_job():
 @on_ranks(2, config={"pipeline_parallel_degree": 2}, timeout=120)
 def test_what_a_script_sets_between_resuming_and_the_first_step_stays(partial):
     """The model is partitioned at the first step, long after the script has set another learning rate or has made a
-    scheduler that goes on; what is loaded then must not take it back, and what would be taken back is refused."""
+    scheduler that goes on; what is loaded then must not take it back."""
     with shared_directory() as directory:
         model, optimizer, step = staged_job()
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -219,11 +220,47 @@ def test_what_a_script_sets_between_resuming_and_the_first_step_stays(partial):
         smp.resume_from_checkpoint(directory, partial=partial)
         assert optimizer.param_groups[0]["lr"] == 0.05
         assert torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5, last_epoch=1).base_lrs == [0.1]
-        with pytest.raises(UsageError, match="between resume_from_checkpoint"):
-            model.load_state_dict(whole)
-        with pytest.raises(UsageError, match="state_dict.* was called between"):
-            model.state_dict()
+        for state_dict in (model.state_dict, optimizer.state_dict):
+            with pytest.raises(UsageError, match="state_dict.* was called between"):
+                state_dict()
         optimizer.param_groups[0]["lr"] = 0.0
         step()
         assert optimizer.param_groups[0]["lr"] == 0.0 and len(optimizer.state) == 2
         assert all(torch.equal(value, whole[name]) for name, value in model.local_named_parameters())
+
+
+@on_ranks(2, config={"pipeline_parallel_degree": 2}, timeout=120)
+def test_what_is_loaded_before_the_first_step_takes_effect_in_the_order_of_the_calls():
+    """As it would after the first step: a checkpoint does not take the place of what was loaded over it."""
+    with shared_directory() as directory:
+        states = []
+        for tag in ("a", "b"):
+            model, optimizer, step = staged_job()
+            step()
+            states.append((model.state_dict(), optimizer.state_dict()))
+            smp.save_checkpoint(directory, tag, model=model, optimizer=optimizer)
+        (weights, momenta), (other_weights, other_momenta) = states
+        momenta["param_groups"][0]["lr"] = 0.25
+
+        def freeze_and_step():
+            optimizer.param_groups[0]["lr"] = 0.0
+            step()
+            return optimizer.state_dict()["state"]
+
+        model, optimizer, step = staged_job()
+        smp.resume_from_checkpoint(directory, "b")
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(momenta)
+        assert optimizer.param_groups[0]["lr"] == 0.25
+        after_a = freeze_and_step()
+        assert optimizer.param_groups[0]["lr"] == 0.0
+        assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+        model, optimizer, step = staged_job()
+        model.load_state_dict(other_weights)
+        optimizer.load_state_dict(other_momenta)
+        smp.resume_from_checkpoint(directory, "a")
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        after = freeze_and_step()
+        assert all(torch.equal(after[at]["momentum_buffer"], after_a[at]["momentum_buffer"]) for at in range(4))
+        assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
