@@ -14,8 +14,8 @@ and where there is none `.replaced`. After (2) nothing needs room on the disk.
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,30 +58,43 @@ def aside(path: Path, state: str) -> Path:
 def write_files(
     directory: Path, objects: Mapping[str, Any], places: Mapping[str, Place | None]
 ) -> dict[str, StoredFile]:
-    """Writes and flushes each object to its file; returns what the manifest says of the files.
+    """Writes each object to its file and flushes all of them; returns what the manifest says of the files.
 
     Raises:
         CheckpointError: the disk refuses, or an object holds a class that could not be read again; names the file.
     """
     written = {}
-    for name, obj in objects.items():
-        path = directory / name
-        try:
-            on_step(f"write {name}")
-            with path.open("wb") as out:
-                if isinstance(obj, Serialized):
-                    out.write(obj.data)
-                else:
-                    torch.save(obj, out)
+    descriptors = {}  # kept open: whoever opens a file later may not hear of an earlier failure of its disk
+    with ExitStack() as still_open:
+        for name, obj in objects.items():
+            path = directory / name
+            with _named(path):
+                on_step(f"write {name}")
+                with path.open("wb") as out:
+                    if isinstance(obj, Serialized):
+                        out.write(obj.data)
+                    else:
+                        torch.save(obj, out)
+                    descriptors[name] = os.dup(out.fileno())
+                    still_open.callback(os.close, descriptors[name])
+                if not isinstance(obj, Serialized):
+                    refuse_forbidden(path, name)
+                written[name] = file_entry(path, places[name])
+        for name, descriptor in descriptors.items():
+            with _named(directory / name):
                 on_step(f"flush {name}")
-                flush_file(out)
-            if not isinstance(obj, Serialized):
-                refuse_forbidden(path, name)
-            written[name] = file_entry(path, places[name])
-        except (OSError, RuntimeError) as error:
-            raise CheckpointError(f"{path} cannot be written: {error}") from error
+                os.fsync(descriptor)
     flush_directory(directory)
     return written
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Says which file it is when the disk refuses."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{path} cannot be written: {error}") from error
 
 
 def file_entry(path: Path, place: Place | None) -> StoredFile:
@@ -95,12 +108,9 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         CheckpointError: the disk refuses; names the file.
     """
-    try:
-        with path.open("w") as out:
-            out.write(text)
-            flush_file(out)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error}") from error
+    with _named(path), path.open("w") as out:
+        out.write(text)
+        flush_file(out)
 
 
 def prepare(path: Path) -> None:
