@@ -183,8 +183,6 @@ class DistributedModel(ModelViews):
                 for leaf in leaves:
                     if leaf.requires_grad:
                         leaf.register_hook(_refuse_backward)  # loss.backward() comes past none of our calls
-            if self._half is not None and self._rt.optimizer is not None and not in_step:
-                self._rt.optimizer.refuse_unscaled_backward(leaves, lambda: self._in_backward)
         return output
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -274,6 +272,11 @@ class DistributedModel(ModelViews):
             recorder.end_backward()
         if streams is not None:
             streams.leave(seed)
+
+    @property
+    def applies_loss_scale(self) -> bool:
+        """Whether gradients that arrive now, on any thread, are those of `backward`."""
+        return self._in_backward or self._in_pass
 
     # -- partition -----------------------------------------------------------------------------------------------------
 
@@ -390,6 +393,7 @@ class DistributedModel(ModelViews):
             uneven=self._uneven,
             tied=self._tied,
             ownership=self.ownership,
+            on_pass=self._pass_begins,
             **self._reducer_options,
         )
         if rt.topology.pp_size == 1:
@@ -442,6 +446,10 @@ class DistributedModel(ModelViews):
             self._in_pass = True
             assert self.reducer is not None
             self.reducer.begin(False if self._no_sync else None)
+
+    def _pass_begins(self) -> None:
+        if self._rt.optimizer is not None:
+            self._rt.optimizer.gradients_change()
 
     def _parameter_done(self, parameter: Tensor) -> None:
         assert self.reducer is not None
@@ -529,12 +537,6 @@ class DistributedModel(ModelViews):
         self._comm_hook = (state, hook)
         if self.reducer is not None:
             self.reducer.register_comm_hook(state, hook)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops (or zeroes) the gradients of this rank's parameters."""
-        super().zero_grad(set_to_none)
-        if self.reducer is not None:
-            self.reducer.forget_aside()
 
     # -- state ---------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from smp.dp import optimizer_state
 from smp.dp.optimizer_state import Layout
 from smp.dp.ownership import Ownership
 from smp.dp.reduction import all_reduce
-from smp.errors import CheckpointError, UsageError
+from smp.errors import CheckpointError, StepError, UsageError
 from smp.fp16.optimizer import MASTERS_KEY, SCALER_KEY, FP16_Optimizer
 from smp.runtime import WaitingLoad
 from smp.topology import CommGroup
@@ -47,7 +47,9 @@ class DistributedOptimizer(FP16_Optimizer):
     inner optimizer's own objects, never copies.
 
     With `shard_optimizer_state` the parameters that the ranks of a stage hold alike are divided among them: each rank
-    updates what it owns, has optimizer state for that only, and `step` gives every rank the updated parameters.
+    updates what it owns, has optimizer state for that only, and `step` gives every rank the updated parameters. A step
+    of any other optimizer on them is a UsageError. Groups hold what the rank owns: within an accumulation window only
+    `zero_grad`, or the model's, also drops the gradients that the rank would hand in to other owners.
 
     Where the configuration says fp16 or bf16, the parameters that it updates are fp32 masters from partition on, and an
     overflow on any rank makes all skip the step; with bf16 overflows are looked for only where a loss scale is asked
@@ -94,11 +96,28 @@ class DistributedOptimizer(FP16_Optimizer):
             return False
         return config.fp16 or scaler.scales
 
+    def _watch(self, params: Iterable[Tensor]) -> None:
+        if self._looks_for_overflow:
+            super()._watch(params)
+
+    def _on_gradient(self) -> None:
+        super()._on_gradient()
+        rt = runtime.get()
+        if rt.optimizer is not self or rt.model is None or rt.model.applies_loss_scale:
+            return
+        if self.loss_scaler is not None and self.loss_scaler.scales:
+            raise StepError(
+                "loss.backward() has computed gradients of parameters without the loss scale, by which the step would "
+                "divide them: call model.backward(loss) or optimizer.backward(loss) instead. A penalty on weights may "
+                "be added to the loss"
+            )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch does; its parameters may be of any stage."""
         self._refuse_known(param_group, [param for group in self._given for param in group])
         self.optimizer.add_param_group(param_group)
         self._given.append(list(self.optimizer.param_groups[-1]["params"]))
+        self._watch(self._given[-1])
         self._layout, self._ties_checked = None, False
         model = runtime.get().model
         if model is not None and model.partitioned:
@@ -113,7 +132,6 @@ class DistributedOptimizer(FP16_Optimizer):
             for param in self._shared():
                 if param.grad is not None and not self._ownership.owns(param):
                     param.grad = None if set_to_none else param.grad.detach().zero_()
-            runtime.get().model.reducer.forget_aside()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates this rank's parameters; gradients that a short accumulation window left unreduced are reduced first.
@@ -144,10 +162,12 @@ class DistributedOptimizer(FP16_Optimizer):
         return super().step(closure)
 
     def _update(self, closure: Callable[[], Any] | None) -> Any:
-        result = super()._update(closure)
-        if self._ownership is not None:
-            self._ownership.gather(self._shared())
-            self._masters.note_versions()
+        if self._ownership is None:
+            return super()._update(closure)
+        with self._ownership.updating():
+            result = super()._update(closure)
+        self._ownership.gather(self._shared())
+        self._masters.note_versions()
         return result
 
     @property

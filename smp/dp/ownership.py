@@ -15,19 +15,24 @@ same gradient. Any other one has an owner in the DP group, whose ranks all hold 
 hold has an owner on each of them. Parameters are owned whole, never flattened and cut, so that any update rule works.
 """
 
+import functools
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from smp import log
+from smp import runtime
 from smp.dp.buckets import Item, assign
 from smp.dp.reduction import MAX_IN_FLIGHT, real, wait
 from smp.dp.tied import is_copy
+from smp.errors import UsageError
 from smp.groups import Group
 from smp.runtime import Runtime
 from smp.topology import CommGroup
@@ -93,6 +98,8 @@ class Ownership:
             self._group[id(param)] = group
             self._owner[id(param)] = group.ranks.index(rank)
         self._messages: tuple[tuple[int, ...], list[_Message]] = ((), [])
+        self.is_updating = False
+        _look_at_steps()
 
     def owner(self, param: Tensor) -> int | None:
         """The owner's index in the group that averages the parameter's gradient; None for a parameter not known."""
@@ -106,14 +113,14 @@ class Ownership:
         """The ranks among which the parameter has one owner; None for a parameter not known."""
         return self._group.get(id(param))
 
-    def warn_unless_gathered(self) -> None:
-        """Says so when gradients go to owners and nobody is there to bring back what owners update."""
-        if self._rt.optimizer is None:
-            log.warn_once(
-                "nobody gathers",
-                "shard_optimizer_state: there is no smp.DistributedOptimizer. Each gradient is on one rank only, so "
-                "with a plain optimizer the ranks would go their own ways",
-            )
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Around the update by the owners, after which `gather` is called. No optimizer may update them otherwise."""
+        self.is_updating = True
+        try:
+            yield
+        finally:
+            self.is_updating = False
 
     @torch.no_grad()
     def gather(self, parameters: Iterable[Tensor]) -> None:
@@ -146,6 +153,25 @@ class Ownership:
             if bucket.numel
             for key in [id(parameters[bucket.members[0]])]
         ]
+
+
+@functools.cache
+def _look_at_steps() -> None:
+    register_optimizer_step_pre_hook(_refuse_plain_step)
+
+
+def _refuse_plain_step(optimizer: Optimizer, *_: Any) -> None:
+    """Before the step of any torch optimizer."""
+    ownership = ownership_of(runtime.get()) if runtime.is_initialized() else None
+    if ownership is None or ownership.is_updating:
+        return
+    if any(ownership.owner(param) is not None for group in optimizer.param_groups for param in group["params"]):
+        name = type(optimizer).__name__
+        raise UsageError(
+            f"{name}.step(): with shard_optimizer_state each gradient is on one rank only, and this step would leave "
+            f"the other ranks' parameters as they are. Make optimizer = smp.DistributedOptimizer({name}(...)) and call "
+            "optimizer.step(), which gives all ranks the updated parameters, or leave shard_optimizer_state out"
+        )
 
 
 def ownership_of(rt: Runtime) -> Ownership | None:

@@ -29,7 +29,7 @@ With sharded optimizer state a gradient is reduced to the parameter's owner alon
 the others drop theirs. At rest the mean is on one rank, so it is set aside while a window runs and added afterwards.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from functools import partial
@@ -39,10 +39,12 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from smp import log, runtime
+from smp.dp.aside import Aside
 from smp.dp.bucket_plan import content, is_agreed, plan_buckets
 from smp.dp.buckets import completion_order
 from smp.dp.comm_hook import Hook, HookedReduction
@@ -84,6 +86,7 @@ class Reducer:
         uneven: UnevenInputs | None = None,
         tied: Mapping[int, TiedGroup] | None = None,
         ownership: Ownership | None = None,
+        on_pass: Callable[[], None] = lambda: None,
     ) -> None:
         self._names = [name for name, _ in named_parameters]
         self._params = [param for _, param in named_parameters]
@@ -92,8 +95,9 @@ class Reducer:
         self._mean_over = [rdp if getattr(param, "_smp_scaled_batch", False) else dp for param in self._params]
         self._tied = {index: tied[id(p)] for index, p in enumerate(self._params) if tied and id(p) in tied}
         self._ownership = ownership
+        self._on_pass = on_pass
         self._members = [self._member(index, name, param) for index, (name, param) in enumerate(named_parameters)]
-        self._aside: dict[int, Tensor] = {}  # means of earlier windows, by index, while more is added to them
+        self._aside = Aside()
         self._agreed_tied: dict[tuple[int, ...], str] = {}  # by the ranks of each tied group
         self.dp, self.rdp = dp, rdp
         self._arriving_scale = 1.0 if prescaled_batch else rdp.size / dp.size
@@ -112,6 +116,7 @@ class Reducer:
         self._driven_by_hooks = False
         self._in_step = False
         self._handles: list[list[RemovableHandle]] = [[] for _ in self._params]
+        self._nodes: list[Node] = []  # which parameters hold weakly, and which have hooks of ours
 
         self._order = list(reversed(range(len(self._params))))
         self._order_is_observed = False
@@ -211,36 +216,25 @@ class Reducer:
         """A pass starts: call before its first backward. `reduce=None`: as `reduces_next` says."""
         self.refresh()
         reduce = self.reduces_next if reduce is None else reduce
-        if not self._pending:
-            self._set_means_aside()
+        self._on_pass()
+        with torch._C.DisableTorchFunction():  # a pass begins in glue code, to which parameters are placed values
+            (self._aside.pass_begins if self._pending else self._set_means_aside)()
         if reduce:
             self.uneven.announce(Kind.REDUCTION)
         self._start(Phase.REDUCING if reduce else Phase.ACCUMULATING)
 
     def _set_means_aside(self) -> None:
         """A window begins: what is there is a mean, or a sum over stages, which only one of the ranks may hand in."""
-        with torch._C.DisableTorchFunction():  # a pass begins in glue code, to which parameters are placed values
-            if self._ownership is None:
-                for index, tied in self._tied.items():
-                    if not tied.counts and index in self._bucket_of:
-                        self._params[index].grad = None
-                return
-            self._ownership.warn_unless_gathered()
-            for index in self._bucket_of:
-                param = self._params[index]
-                if param.grad is not None and self._owns(param):
-                    self._aside[index] = param.grad.clone() if self._as_views else param.grad
+        if self._ownership is None:
+            for index, tied in self._tied.items():
+                if not tied.counts and index in self._bucket_of:
+                    self._params[index].grad = None
+            return
+        params = [self._params[index] for index in self._bucket_of]
+        for param in params:
+            if not self._owns(param):
                 param.grad = None
-
-    def _add_what_was_aside(self) -> None:
-        for index, mean in self._aside.items():
-            param = self._params[index]
-            param.grad = mean if param.grad is None else param.grad.add_(mean)
-        self._aside = {}
-
-    def forget_aside(self) -> None:
-        """Gradients are set to zero: also what owners have set aside until the next reduction."""
-        self._aside = {}
+        self._aside.put(filter(self._owns, params), copy=self._as_views)
 
     def _start(self, phase: Phase) -> None:
         assert self._phase is Phase.IDLE, "a pass starts inside of a pass"
@@ -268,6 +262,7 @@ class Reducer:
         """The pass ends: if it reduces, every gradient is the mean over its group when this returns."""
         assert self._phase is not Phase.IDLE, "finish() outside of a pass"
         if self._phase is Phase.ACCUMULATING:
+            self._aside.pass_ended()
             self._passes += 1
             self._pending = True
             self._is_last_microbatch = False
@@ -281,7 +276,7 @@ class Reducer:
         for bucket in self._buckets:
             bucket.complete()
         self._complete_hooked()
-        self._add_what_was_aside()
+        self._aside.add()
         self._passes, self._pending = 0, False
         self._phase = Phase.IDLE
         if self._is_last_microbatch and any(self._fires):  # torch.autograd.grad is a pass without any
@@ -317,7 +312,9 @@ class Reducer:
         """Leaves a pass that failed; what was launched is waited for and dropped."""
         for bucket in self._buckets[: self._head] if self._phase is Phase.REDUCING else []:
             bucket.complete()
-        self._add_what_was_aside()
+        if self._phase is Phase.IDLE:
+            self._aside.pass_begins()
+        self._aside.add()
         self._phase = Phase.IDLE
         self._in_step = self._ends_with_backward = self._is_last_microbatch = False
         self._function = self
@@ -355,7 +352,7 @@ class Reducer:
         is also called for the first gradient that reaches a parameter, but where backwards nest (reentrant checkpoints)
         that may be in an inner one; a hook on the model's output (`watch`) is always in the outermost.
         """
-        if self._phase is not Phase.IDLE or self.dp.size == 1:
+        if self._phase is not Phase.IDLE or self.dp.size == 1 or not self._driven_by_hooks:
             return
         self.begin()
         if not self._in_step:
@@ -465,6 +462,9 @@ class Reducer:
                 on_gradient = partial(self._on_gradient, index)
                 setattr(on_gradient, TAKES_NONE, True)
                 self._handles[index].append(param.register_post_accumulate_grad_hook(on_gradient))
+                if self._ownership is not None:  # a pass begins before its first gradient is added to a mean
+                    self._nodes.append(node := get_gradient_edge(param).node)
+                    self._handles[index].append(node.register_prehook(lambda _: self.backward_starts()))
                 if self._mean_over[index] is self.rdp and self._arriving_scale != 1.0:
                     self._handles[index].append(param.register_hook(self._scale_arriving))
 
@@ -477,11 +477,8 @@ class Reducer:
 
     def _on_gradient(self, index: int, param: Tensor) -> None:
         """`param.grad` has just received a gradient."""
-        if self._phase is Phase.IDLE:
-            if not self._driven_by_hooks:
-                return
-            self.backward_starts()
-        if index not in self._bucket_of:
+        self.backward_starts()
+        if self._phase is Phase.IDLE or index not in self._bucket_of:
             return
         bucket, member = self._bucket_of[index]
         if self._phase is Phase.REDUCING and bucket < self._head:

@@ -7,6 +7,7 @@ step                   no overflow: masters updated, parameters = rounded master
                        overflow: nothing but the scale changes
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from smp.errors import StepError, UsageError
 from smp.fp16.gradients import HALF
 from smp.fp16.master import Masters
 from smp.fp16.scaler import WARN_AFTER, LossScaler, make_scaler
+from smp.pp.weights import TAKES_NONE
 
 SCALER_KEY = "_smp_loss_scaler"
 
@@ -32,7 +34,7 @@ class FP16_Optimizer(Optimizer):
     and `state` are the inner optimizer's own objects, never copies; their parameters are the masters.
 
     Args:
-        optimizer: any torch optimizer.
+        optimizer: any torch optimizer. Its `zero_grad` is the wrapper's from now on.
         static_loss_scale: the loss scale when it is not dynamic; None is 1.
         dynamic_loss_scale: whether the scale follows overflows.
         dynamic_loss_args: `init_scale` (2**32), `scale_factor` (2), `scale_window` (1000), `min_scale` (1),
@@ -69,15 +71,43 @@ class FP16_Optimizer(Optimizer):
         self._grads_are_ready = False  # those of the masters are final and unscaled
         # By what parameters' gradients are multiplied: those that masters copy, those that masters share. None: nothing
         # is known about any.
-        has_gradients = any(param.grad is not None for group in optimizer.param_groups for param in group["params"])
+        given = [param for group in optimizer.param_groups for param in group["params"]]
+        has_gradients = any(param.grad is not None for param in given)
         self._scale_of_copied = self._scale_of_shared = 1.0 if has_gradients else None  # nobody can have scaled those
         self._looks_for_overflow = self._prepare()
+        self._watch(given)
+        optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # its own cannot know where gradients are
 
     def _prepare(self) -> bool:
         """Makes masters; returns whether gradients may overflow."""
         assert self.loss_scaler is not None
         self._masters.install(self.optimizer)
         return self.loss_scaler.scales or any(half.dtype == torch.float16 for half in self._masters.halves)
+
+    def _watch(self, params: Iterable[Tensor]) -> None:
+        """Lets `_on_gradient` be called when a gradient has reached one of these parameters of the model."""
+        method = weakref.WeakMethod(self._on_gradient)  # parameters do not keep an optimizer, and its masters, alive
+
+        def on_gradient(_: Tensor) -> None:
+            if (call := method()) is not None:
+                call()
+
+        setattr(on_gradient, TAKES_NONE, True)
+        for param in params:
+            if param.is_floating_point():
+                is_trained = param.requires_grad
+                param.requires_grad_().register_post_accumulate_grad_hook(on_gradient)
+                param.requires_grad_(is_trained)  # a frozen one may be thawed
+
+    def _on_gradient(self) -> None:
+        """A gradient has reached a parameter."""
+        self.gradients_change()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            f"{type(self).__name__} cannot be copied or pickled: it updates these very parameters. Use state_dict(), "
+            "and load_state_dict() of the optimizer that belongs to the other parameters"
+        )
 
     # ---- the inner optimizer's own things
 
@@ -117,6 +147,7 @@ class FP16_Optimizer(Optimizer):
         """Adds a group, as torch does; half precision parameters get masters."""
         self._refuse_known(param_group, self._masters.halves)
         self.optimizer.add_param_group(param_group)
+        self._watch(self.param_groups[-1]["params"])
         self._masters.install(self.optimizer)
 
     def _refuse_known(self, param_group: dict[str, Any], known: Iterable[Tensor]) -> None:
@@ -194,35 +225,10 @@ class FP16_Optimizer(Optimizer):
         if copied is not None and shared is not None and (copied, shared) != (scale, scale):
             self._rescale(scale / copied, scale / shared)
         self._scale_of_copied = self._scale_of_shared = scale
+
+    def gradients_change(self) -> None:
+        """Call when parameters' gradients have changed, or will: what masters have taken is not all any more."""
         self._grads_are_ready = False
-
-    def refuse_unscaled_backward(self, outputs: Iterable[Any], is_ours: Callable[[], bool]) -> None:
-        """Where the loss is to be scaled: a backward through one of the model's `outputs` raises at its end when
-        gradients have reached parameters and it was not `is_ours()`, which scales. `torch.autograd.grad` may pass."""
-        if self.loss_scaler is None or not self.loss_scaler.scales:
-            return
-
-        def on_gradient(_: Tensor) -> None:
-            if is_ours():
-                return
-            before = self._state_of_gradients()
-
-            def at_end() -> None:
-                if self._state_of_gradients() != before:
-                    raise StepError(
-                        "loss.backward() was called on the loss of a model with a loss scale, which it does not apply: "
-                        "call model.backward(loss) or optimizer.backward(loss) instead"
-                    )
-
-            torch.autograd.Variable._execution_engine.queue_callback(at_end)
-
-        for output in outputs:
-            if output.requires_grad:
-                output.register_hook(on_gradient)
-
-    def _state_of_gradients(self) -> list[tuple[int, int]]:
-        grads = (self._masters.half_of(param).grad for param in self.master_params)
-        return [(id(grad), grad._version) for grad in grads if grad is not None]
 
     @torch.no_grad()
     def _rescale(self, copied: float, shared: float) -> None:
@@ -239,7 +245,7 @@ class FP16_Optimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops (or zeroes) the gradients of parameters and masters."""
-        self.optimizer.zero_grad(set_to_none=set_to_none)
+        type(self.optimizer).zero_grad(self.optimizer, set_to_none=set_to_none)
         for half in self._masters.halves:
             if set_to_none:
                 half.grad = None

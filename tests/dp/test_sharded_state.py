@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -91,18 +91,78 @@ def test_accumulated_gradients_are_never_rescaled(views: bool) -> None:
     runtime.reset()
 
 
+def _dropped(model: Any) -> None:
+    for param in model.parameters():
+        param.grad = None
+
+
+def _zeroed(model: Any) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.zero_()
+
+
+# Each takes a Both.
+WAYS_TO_DROP: dict[str, Callable[[Any], None]] = {
+    "model": lambda both: both.model.zero_grad(),
+    "module": lambda both: both.model.module.zero_grad(),
+    "module, to zero": lambda both: both.model.module.zero_grad(set_to_none=False),
+    "optimizer": lambda both: both.optimizer.zero_grad(),
+    "optimizer, to zero": lambda both: both.optimizer.zero_grad(set_to_none=False),
+    "inner optimizer": lambda both: both.optimizer.optimizer.zero_grad(),
+    "by hand": lambda both: _dropped(both.model),
+    "by hand, to zero": lambda both: _zeroed(both.model),
+}
+
+
+@pytest.mark.parametrize("views", [False, True])
 @on_ranks(2)
-def test_gradients_dropped_within_a_window_do_not_come_back() -> None:
-    """A failure means that an owner adds a mean that it had set aside before the script dropped all gradients."""
-    for which in ("model", "optimizer"):
-        both = Both(backward_passes_per_step=2)
+def test_gradients_dropped_within_a_window_do_not_come_back(views: bool) -> None:
+    """Whoever drops them, also those of a branch that the window has not used yet. A failure means that an owner adds a
+    mean that it had set aside before, or that another rank hands in what it had so far."""
+    both = Both(backward_passes_per_step=2, gradient_as_bucket_view=views)
+    for name, drop in WAYS_TO_DROP.items():
         for number in range(3):  # one window, and half of the next
-            both.backward(number)
-        getattr(both, which).zero_grad()
-        both.plain.zero_grad()
-        both.backward(3)
+            both.backward(number, flag=number < 2)
+        drop(both)
+        (_zeroed if name.endswith("to zero") else _dropped)(both.plain)
+        both.backward(3, flag=False)
         both.assert_same_gradients()
-        runtime.reset()
+        both.zero_grad()
+    runtime.reset()
+
+
+@on_ranks(2)
+def test_gradients_of_a_penalty_on_weights_alone_are_added() -> None:
+    """No output of the model says that its backward begins. A failure means that the first one to arrive is lost, or
+    that a rank that only looks at gradients waits for the others."""
+    both = Both()
+    both.backward(0)
+    for module in (both.model, both.plain):
+        penalty = torch.stack([param.square().sum() for param in module.parameters()]).sum()
+        if smp.rank() == 0:
+            torch.autograd.grad(penalty, list(module.first.parameters()), retain_graph=True)
+        penalty.backward()
+    both.assert_same_gradients()
+    runtime.reset()
+
+
+@on_ranks(2)
+def test_an_update_that_nobody_gathers_is_refused() -> None:
+    """A failure means replicas that drift apart. An optimizer of the script's own parameters may step."""
+    both = Both()
+    both.backward(0)
+    own = nn.Parameter(torch.ones(1))
+    own.grad = torch.ones(1)
+    torch.optim.SGD([own], lr=0.5).step()
+    assert own.item() == 0.5
+    plain = torch.optim.Adam(both.model.parameters())
+    for optimizer, name in ((plain, "Adam"), (both.optimizer.optimizer, "AdamW")):
+        with pytest.raises(UsageError, match=rf"{name}.step.*smp.DistributedOptimizer\({name}\(...\)\)"):
+            optimizer.step()
+    both.update()
+    both.assert_same()
+    runtime.reset()
 
 
 @on_ranks(2)

@@ -1,6 +1,9 @@
 """FP16_Module and FP16_Optimizer alone, in one process, against masters kept by hand."""
 
 import copy
+import gc
+import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smp.errors import StepError, UsageError
+from smp.errors import UsageError
 from smp.fp16 import FP16_Module, FP16_Optimizer
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -355,17 +358,60 @@ def test_a_closure_under_a_loss_scale_is_refused() -> None:
         optimizer.step(lambda: compute(0))
 
 
-def test_a_loss_backward_that_nobody_scales_is_refused() -> None:
-    """Its gradients would be divided by a scale that they never had. What only looks at gradients may pass."""
-    module, optimizer, _ = make(torch.float16, static_loss_scale=4.0)
-    ours = False
-    output = module(inputs(0))
-    optimizer.refuse_unscaled_backward([output], lambda: ours)
-    torch.autograd.grad(output.sum(), module.module[3].bias, retain_graph=True)
-    with pytest.raises(StepError, match=r"call model.backward\(loss\)"):
-        output.sum().backward(retain_graph=True)
-    ours = True
-    output.sum().backward()
+@pytest.mark.parametrize("dtype", HALVES)
+def test_gradients_after_the_masters_have_taken_theirs_count(dtype: torch.dtype) -> None:
+    """A second loss.backward() between `update_master_grads` and `step` must not be lost. Clipping starts anew."""
+    module, optimizer, _ = make(dtype, "SGD")
+    reference, expected, _ = make(dtype, "SGD")
+    for step in range(2):
+        reference(inputs(step)).square().mean().backward()
+        module(inputs(step)).square().mean().backward()
+        if step == 0:
+            optimizer.update_master_grads()
+    for each in (optimizer, expected):
+        each.step()
+    torch.testing.assert_close(optimizer.master_params, expected.master_params, rtol=0, atol=0)
+
+
+def test_a_frozen_parameter_stays_frozen_and_counts_when_it_is_thawed() -> None:
+    """A failure means that watching gradients needs parameters that are trained from the start."""
+    module = FP16_Module(layers(), torch.float16)
+    weight = module.module[0].weight.requires_grad_(False)
+    optimizer = FP16_Optimizer(torch.optim.SGD(module.parameters(), lr=0.1))
+    assert not weight.requires_grad
+    module(inputs(0)).sum().backward()
+    optimizer.update_master_grads()
+    weight.requires_grad_()
+    weight.float().sum().backward()
+    optimizer.clip_master_grads(1e9)
+    assert torch.equal(optimizer.master_params[0].grad, torch.ones_like(weight))  # type: ignore[arg-type]
+
+
+def test_zero_grad_of_the_inner_optimizer_is_that_of_the_wrapper() -> None:
+    """It holds the masters; gradients that the module's parameters keep would come back with the next step."""
+    module, optimizer, compute = make(torch.float16)
+    compute(0)
+    optimizer.update_master_grads()
+    optimizer.optimizer.zero_grad()
+    assert all(param.grad is None for param in [*module.parameters(), *optimizer.master_params])
+
+
+def test_copying_is_refused() -> None:
+    """Masters of a copy would update the parameters of this module, or nobody's."""
+    _, optimizer, _ = make(torch.float16)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(UsageError, match=r"FP16_Optimizer cannot be copied or pickled.*state_dict\(\)"):
+            copied(optimizer)
+
+
+def test_parameters_keep_no_optimizer_alive() -> None:
+    """A model that gets one optimizer after another would hold masters of all."""
+    module, optimizer, _ = make(torch.float16)
+    master = weakref.ref(optimizer.master_params[0])
+    del optimizer, _
+    gc.collect()
+    assert master() is None
+    module(inputs(0)).sum().backward()
 
 
 def test_only_a_plain_optimizer_can_be_wrapped() -> None:

@@ -18,6 +18,7 @@ from tests.harness import on_ranks
 from tests.logs import log_lines
 
 FP16, BF16 = {**GRID, "fp16": True}, {**GRID, "bf16": True}
+FP16_DP = {"ddp": True, "fp16": True}
 
 
 def started(seed: int = 0, config: dict[str, Any] = FP16, **scale: Any) -> tuple[Any, smp.DistributedOptimizer]:
@@ -227,6 +228,24 @@ def test_a_plain_optimizer_state_loads_into_half_precision_and_the_other_way() -
     taken.step()
 
 
+@pytest.mark.parametrize("grid", ["pp", "dp"])
+@on_ranks(4)
+def test_a_backward_on_parameters_alone_is_refused_under_a_loss_scale(grid: str) -> None:
+    """A penalty on weights outside of a step, on any rank, before partition and after it: the step would divide it by a
+    scale that it never had. What only looks at gradients passes, and training can go on."""
+    model, optimizer = started(config=FP16 if grid == "pp" else FP16_DP, static_loss_scale=2.0**6)
+
+    def penalty() -> Tensor:
+        return torch.stack([param.float().square().sum() for param in model.parameters()]).sum()
+
+    for step in range(2):
+        torch.autograd.grad(penalty(), list(model.parameters()))
+        with pytest.raises(StepError, match=r"without the loss scale.*call model.backward\(loss\)"):
+            penalty().backward()
+        train(model, optimizer, range(step, step + 1))
+    assert_rounded(model, optimizer)
+
+
 @on_ranks(4, config=FP16)
 def test_clipping_gradients_that_are_scaled_is_refused() -> None:
     """Their norm is not that of the loss's gradients. Those of the masters may be clipped by anybody."""
@@ -276,6 +295,7 @@ def test_without_a_pipeline_a_loss_backward_is_scaled_or_refused() -> None:
     with pytest.raises(StepError, match=r"call model.backward\(loss\) or optimizer.backward\(loss\)"):
         gradient(lambda loss: loss.backward())
     optimizer.zero_grad()
+    torch.autograd.grad(model(batch(0)[0]).square().mean(), list(model.parameters()))
 
     @smp.step
     def step(model: Any, ids: Tensor) -> None:
@@ -284,6 +304,26 @@ def test_without_a_pipeline_a_loss_backward_is_scaled_or_refused() -> None:
     step(model, batch(0)[0])
     optimizer.update_master_grads()
     assert torch.equal(optimizer.master_params[0].grad, expected)
+
+
+@on_ranks(2, config=FP16_DP)
+def test_gradients_after_the_masters_have_taken_theirs_count_on_every_rank() -> None:
+    """Also where only one rank's loss depends on what the optimizer updates: the ranks would take each other's messages
+    for something else."""
+    model = smp.DistributedModel(net())
+    part = model.module.whole
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(part.parameters(), lr=0.1))
+    ids, _ = batch(0)
+    model(ids).square().mean().backward()
+    optimizer.update_master_grads()
+    before = part.weight.grad.float()
+    output = model(ids)
+    (output if smp.rank() == 0 else model.module.norm.weight.float()).square().mean().backward()
+    optimizer.step()
+    assert torch.equal(part.weight.grad.float(), optimizer.master_params[0].grad)
+    assert not torch.equal(part.weight.grad.float(), before)
+    grads = smp.allgather(part.weight.grad, smp.WORLD)
+    assert torch.equal(grads[0], grads[1])
 
 
 @on_ranks(4, config={**FP16, "fp16_params": True})
