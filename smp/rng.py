@@ -115,19 +115,20 @@ def draw_seed() -> int:
 
 def shared_states() -> tuple[Any, Any]:
     """Where the generators of Python and numpy (if it is there) stand, to be compared or for `restore_shared`. They are
-    the same for all microbatches: steps have streams of torch's only."""
+    the same for all microbatches: steps have streams of torch's only. Cheap: asked at every edge of first steps."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return random.getstate(), None
     name, key, *rest = numpy.random.get_state()
-    return random.getstate(), (name, key.tolist(), *rest)
+    return random.getstate(), (name, key.tobytes(), *rest)
 
 
 def restore_shared(states: tuple[Any, Any]) -> None:
     """Go on where `shared_states` was asked."""
     random.setstate(states[0])
     if states[1] is not None:
-        sys.modules["numpy"].random.set_state(states[1])
+        numpy, (name, key, *rest) = sys.modules["numpy"], states[1]
+        numpy.random.set_state((name, numpy.frombuffer(key, numpy.uint32), *rest))
 
 
 @contextmanager

@@ -6,6 +6,7 @@ so that the same resume repeats itself and no two ranks draw the same numbers.
 
 import random
 import sys
+from array import array
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ def random_state() -> dict[str, Any]:
         "torch": [generator.get_state() for generator in default_generators()],
         "seed": default_generators()[0].initial_seed(),
         "python": (version, torch.tensor(words), gauss),
-        "numpy": None if numpy is None else (numpy[0], torch.tensor(numpy[1]), *numpy[2:]),
+        "numpy": None if numpy is None else (numpy[0], torch.tensor([*memoryview(numpy[1]).cast("I")]), *numpy[2:]),
     }
 
 
@@ -35,7 +36,7 @@ def restore(state: Mapping[str, Any]) -> None:
         generator.set_state(saved)
     (version, words, gauss), numpy = state["python"], state["numpy"]
     if numpy is not None:
-        numpy = (numpy[0], numpy[1].tolist(), *numpy[2:]) if "numpy" in sys.modules else None
+        numpy = (numpy[0], array("I", numpy[1].tolist()).tobytes(), *numpy[2:]) if "numpy" in sys.modules else None
     rng.restore_shared(((version, tuple(words.tolist()), gauss), numpy))
 
 

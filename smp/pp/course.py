@@ -54,12 +54,13 @@ class Course:
         """Called on every rank ahead of every edge, where the turn may pass on."""
         index = self._edge = self._edge + 1
         program = self._program
+        at_backward = kind is EdgeKind.BACKWARD and self._how is _Stops.AT_BACKWARD
         if self.journal is not None:
-            program.step.watch_state(program.index)
+            program.step.watch_state(program.index, at_backward)
             if kind is not EdgeKind.STRUCTURE:  # only some will be there in later steps: see `structure_sent`
                 self.journal.append(Edge(kind, source, dest, nbytes))
         if self._how is not _Stops.PLANNED:
-            if kind is EdgeKind.BACKWARD and self._how is _Stops.AT_BACKWARD:
+            if at_backward:
                 program.step.turns.pause(program)
             return
         assert self._cut is not None

@@ -137,7 +137,7 @@ class Engine:
         return self.stages.parameters_of(key) if self.stages is not None else []
 
 
-def _nothing_to_watch(microbatch: int) -> None:
+def _nothing_to_watch(microbatch: int, passes_on: bool) -> None:
     pass
 
 
@@ -216,7 +216,7 @@ class StepContext:
         self.turns: Turns = _NoTurns()
         self.recorder = engine.recorder
         self.waited = 0.0  # seconds spent waiting for messages
-        self.watch_state: Callable[[int], None] = _nothing_to_watch
+        self.watch_state: Callable[[int, bool], None] = _nothing_to_watch
         self.entangled = ""  # why
         self.written: list[Written] = []
         self._written_by_id: dict[int, Written] = {}

@@ -14,7 +14,8 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import CellType, FunctionType, ModuleType
+from operator import is_
+from types import CellType, FunctionType, ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -184,7 +185,9 @@ class StateWatch:
     def changed(self) -> str:
         """The name of what is another one than when the watch began; empty when there is none."""
         for module, before in self._modules:
-            now = _attributes(module)
+            if _same(module.__dict__, before):
+                continue
+            now, before = _attributes(module.__dict__), _attributes(before)
             if not _same(now, before):
                 names = [n for n in {**before, **now} if not _is(now.get(n, self), before.get(n, self))]
                 return f"{type(module).__name__}.{' and '.join(names)} changes in its forward"
@@ -196,9 +199,9 @@ class StateWatch:
         return next((f"{label} changes in its forward" for label, now, old in self._held if not _same(now, old)), "")
 
     def _note_module(self, module: nn.Module) -> None:
-        attributes = _attributes(module)
+        attributes = module.__dict__.copy()
         self._modules.append((module, attributes))
-        for name, value in attributes.items():
+        for name, value in _attributes(attributes).items():
             if isinstance(value, FunctionType):
                 self._note_code(f"{type(module).__name__}.{name}", value, _DEPTH)
             elif name in _CHILDREN or name not in _OF_EVERY_MODULE:
@@ -231,12 +234,14 @@ class StateWatch:
         self._held.append((label, held, len(held) if large else held.copy()))
         if depth and not large:
             for entry in held.values() if isinstance(held, dict) else held:
-                self._note(label, entry, depth - 1)
+                if type(entry) not in _PLAIN:
+                    self._note(label, entry, depth - 1)
 
 
 _DEPTH = 4
 _MAX_HELD = 1000  # of more than so many things only the number is watched
 _CONTAINERS = (list, dict, set, deque)
+_PLAIN = frozenset((int, float, str, bool, NoneType))  # hold nothing
 _CHILDREN = ("_parameters", "_buffers", "_modules")
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 _OURS = frozenset(("_call_impl", "forward", "_orig_forward"))  # put there by steps and by checkpointing
@@ -247,8 +252,8 @@ def _package(function: FunctionType) -> str:
     return (function.__module__ or "").partition(".")[0]
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in module.__dict__.items() if name not in _OURS}
+def _attributes(of_module: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in of_module.items() if name not in _OURS}
 
 
 def _same(now: Any, before: Any) -> bool:
@@ -256,11 +261,14 @@ def _same(now: Any, before: Any) -> bool:
         return len(now) == before
     if len(now) != len(before):
         return False
+    # Mostly nothing has changed, and loops in C see that: this runs at every edge of the first steps.
     if isinstance(now, dict):
+        if all(map(is_, now, before)) and all(map(is_, now.values(), before.values())):
+            return True
         return now.keys() == before.keys() and all(_is(value, before[name]) for name, value in now.items())
     if isinstance(now, set):
         return {*map(id, now)} == {*map(id, before)}
-    return all(map(_is, now, before))
+    return all(map(is_, now, before)) or all(map(_is, now, before))
 
 
 def _is(a: Any, b: Any) -> bool:

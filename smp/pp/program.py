@@ -160,7 +160,7 @@ class Program:
     def end(self) -> None:
         """The step function has returned."""
         if self.course.journal is not None:
-            self.step.watch_state(self.index)
+            self.step.watch_state(self.index, True)
         if self.engine.debug is not None:
             self.engine.debug.compare(self, "the end of the step function", ())
 

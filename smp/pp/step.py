@@ -324,11 +324,14 @@ class _Watch:
         self._state: StateWatch | None = None
         self._is_first = True
 
-    def __call__(self, microbatch: int) -> None:
+    def __call__(self, microbatch: int, passes_on: bool) -> None:
+        """At every edge. `passes_on`: another microbatch may run next."""
         stages = self._context.engine.stages
         if self._context.entangled or stages is None:
             return
         self._is_first = self._is_first and microbatch == 0
+        if self._is_first and not passes_on:
+            return  # nobody else has run, and a watch takes long to make
         if self._is_first or self._state is None:
             self._state = StateWatch(stages)
         else:

@@ -3,6 +3,7 @@
 import copy
 import random
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import smp
+from smp.pp.plan import StateWatch
 from tests.harness import on_ranks
 from tests.pp.reference import WIDTH, Net, check, linear, same, start, vectors, wrap
 from tests.pp.test_plan import CHAIN, chain, plan_of
@@ -74,6 +76,23 @@ def test_state_that_stays_as_it_is_does_not_matter():
     config = SimpleNamespace(sizes=[1, 2], names={"a": 1}, kind=None)
     model = check(Net(forward, a=Counting(1), b=Counting(2), config=config), CHAIN, count=4, steps=3)
     assert plan_of(model) is not None
+
+
+@on_ranks(2)
+def test_state_is_looked_for_once_in_a_step():
+    """At every edge, it would take the first step of a large model minutes: all modules, and what they hold."""
+    start(2, microbatches=4)
+    model = wrap(chain().double(), CHAIN)
+
+    @smp.step
+    def train(x):
+        loss = model(x)
+        model.backward(loss)
+        return loss
+
+    with mock.patch("smp.pp.step.StateWatch", wraps=StateWatch) as made:
+        train(vectors(8)["x"])
+    assert made.call_count == 1  # when the first microbatch hands over to the second
 
 
 @on_ranks(2)
