@@ -19,6 +19,8 @@ from multiprocessing.connection import Client, Connection
 from typing import Any
 
 ADDRESS_VARIABLE = "SMP_HARNESS"  # port and key, separated by a colon
+# Searching for the best plan takes a second, on every rank; tests of numbers need a plan, not the best one.
+PLANNING = 10_000
 
 
 @dataclass
@@ -51,7 +53,10 @@ def main() -> None:
         _rewrite_asserts()
         import torch
 
+        from smp.pp import simulate
+
         torch.set_num_threads(1)
+        simulate.NODE_BUDGET = PLANNING
         rank = _rank()
         connection.send((rank, os.getpid()))
         jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()

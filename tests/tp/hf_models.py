@@ -28,15 +28,12 @@ def check_split(case: Case, setup: Setup) -> None:
     check(case, setup, prepare=smp.set_tensor_parallelism)
 
 
-MODES = pytest.mark.parametrize(  # both kinds of batches, both ways to communicate
-    ("prescaled", "optimize"),
-    [(False, "speed"), (False, "memory"), (True, "speed"), (True, "memory")],
-    ids=["joined-speed", "joined-memory", "prescaled-speed", "prescaled-memory"],
-)
-
-TWO_MODES = pytest.mark.parametrize(
-    ("prescaled", "optimize"), [(False, "memory"), (True, "speed")], ids=["joined-memory", "prescaled-speed"]
-)
+# Both kinds of batches, both ways to communicate.
+_TWO = [pytest.param(False, "memory", id="joined-memory"), pytest.param(True, "speed", id="prescaled-speed")]
+_OTHERS = [(False, "speed", "joined-speed"), (True, "memory", "prescaled-memory")]
+_SLOW = [pytest.param(*mode, id=name, marks=pytest.mark.slow) for *mode, name in _OTHERS]
+TWO_MODES = pytest.mark.parametrize(("prescaled", "optimize"), _TWO)
+MODES = pytest.mark.parametrize(("prescaled", "optimize"), [*_TWO, *_SLOW])
 
 
 def setup_of(prescaled: bool, optimize: str, **options: Any) -> Setup:
