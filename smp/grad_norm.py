@@ -157,6 +157,12 @@ def _entries_of(rt: Runtime, grads: Sequence[Tensor]) -> list[tuple[Tensor, Tens
     No gradient at all, with a model spread over several ranks, is taken for a stage without parameters.
     """
     given = {id(grad) for grad in grads}
+    if (
+        given
+        and not rt.model.partitioned
+        and not any(id(param.grad) in given for param in rt.model.module.parameters())
+    ):
+        return None
     before = _holders_of_gradients(rt)
     chosen = [param for param in before if id(param.grad) in given]
     _refuse_scaled(rt, chosen)

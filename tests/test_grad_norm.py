@@ -168,3 +168,14 @@ def test_without_smp_torch_clips_as_ever() -> None:
     expected = torch.cat([p.grad.flatten() for p in module.parameters()]).norm()
     assert_close(nn.utils.clip_grad_norm_(module.parameters(), 1e9), expected)
     assert_close(nn.utils.get_total_norm([p.grad for p in module.parameters()]), expected)
+
+
+@on_ranks(2, config={"pipeline_parallel_degree": 2})
+def test_gradients_of_another_model_are_clipped_before_the_first_step_too() -> None:
+    """Nothing is known of the stages then, and nothing has to be."""
+    model = smp.DistributedModel(nn.Linear(2, 2))
+    assert not model.partitioned
+    other = nn.Linear(2, 2).double()
+    fill_gradients(other, 1.0)
+    want = torch.stack([param.grad.square().sum() for param in other.parameters()]).sum().sqrt()
+    assert_close(nn.utils.clip_grad_norm_(other.parameters(), 1e9), want)
