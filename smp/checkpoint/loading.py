@@ -235,22 +235,23 @@ class OptimizerReader:
         Raises:
             CheckpointError: the checkpoint has no optimizer, other groups, or lacks something of the state.
         """
-        saved = self.saved_groups()
+        saved = self.saved_groups(and_more=keep_options)
         groups = self._inner.param_groups if keep_options else saved
         names = ((self._names[id(param)], param) for group in self._inner.param_groups for param in group["params"])
         entries = {name: state for name, param in names if (state := self._state_of(name, param))}
         return optimizer_state.take_local(self._inner, self._names, groups, entries)
 
-    def saved_groups(self) -> list[dict[str, Any]]:
-        """The saved `param_groups`, once it is sure that they are of the same parameters."""
+    def saved_groups(self, and_more: bool = False) -> list[dict[str, Any]]:
+        """The saved `param_groups`, once it is sure that they are of the same parameters.
+
+        `and_more`: groups that the script has added since it resumed may follow.
+        """
         path, stored = self._checkpoint.path, self._checkpoint.manifest.groups
         if stored is None:
             raise CheckpointError(f"{path} holds no optimizer state: resume with load_optimizer=False")
-        if len(stored) != len(self._inner.param_groups):
-            raise CheckpointError(
-                f"{path} holds an optimizer of {len(stored)} parameter groups, the job's has "
-                f"{len(self._inner.param_groups)}"
-            )
+        here = len(self._inner.param_groups)
+        if here < len(stored) or (here > len(stored) and not and_more):
+            raise CheckpointError(f"{path} holds an optimizer of {len(stored)} parameter groups, the job's has {here}")
         for number, (group, saved) in enumerate(zip(self._inner.param_groups, stored)):
             theirs = set(saved.names)
             for param in group["params"]:

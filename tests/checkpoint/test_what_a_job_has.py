@@ -182,14 +182,15 @@ def test_tags_that_would_hide_or_overwrite_another_checkpoint_are_refused():
             smp.save_checkpoint(directory, tag, model=model)
 
 
-def staged_job():
+def staged_job(num_trained=2):
     runtime.reset()
     smp.init({"pipeline_parallel_degree": 2})
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for stage, child in enumerate(module):
         smp.set_partition(child, stage)
     model = smp.DistributedModel(module)
-    optimizer = smp.DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
+    trained = module[:num_trained].parameters()
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(trained, lr=0.1, momentum=0.9))
 
     @smp.step
     def run(x):
@@ -264,3 +265,26 @@ def test_what_is_loaded_before_the_first_step_takes_effect_in_the_order_of_the_c
         after = freeze_and_step()
         assert all(torch.equal(after[at]["momentum_buffer"], after_a[at]["momentum_buffer"]) for at in range(4))
         assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("partial", [True, False])
+@on_ranks(2, config={"pipeline_parallel_degree": 2}, timeout=120)
+def test_groups_may_be_added_between_resuming_and_the_first_step(partial):
+    """As after it, and as with one stage: scripts that train more layers from some step on resume first."""
+
+    def go_on(model, optimizer, step):
+        optimizer.add_param_group({"params": model.module[1].parameters(), "lr": 0.01})
+        model.zero_grad()
+        step()
+        return model.state_dict()
+
+    with shared_directory() as directory:
+        model, optimizer, step = staged_job(num_trained=1)
+        step()
+        smp.save_checkpoint(directory, "a", partial=partial, model=model, optimizer=optimizer)
+        want = go_on(model, optimizer, step)
+        model, optimizer, step = staged_job(num_trained=1)
+        smp.resume_from_checkpoint(directory, partial=partial)
+        got = go_on(model, optimizer, step)
+        assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.01]
+        assert all(torch.equal(value, want[name]) for name, value in got.items())
