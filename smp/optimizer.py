@@ -215,6 +215,7 @@ class DistributedOptimizer(FP16_Optimizer):
         partitioned.
         """
         _refuse_parts(self.optimizer)
+        _cut_first_state(self.optimizer)
         self._drop_foreign(local_parameters)
         ownership = self._ownership
         if ownership is not None:
@@ -411,6 +412,22 @@ class DistributedOptimizer(FP16_Optimizer):
             order = [name for name, _ in rt.model.module.named_parameters()] if rt.model is not None else []
             self._layout = optimizer_state.merge_layouts(layouts, order)
         return self._layout
+
+
+def _cut_first_state(optimizer: Optimizer) -> None:
+    """State that the optimizer made with whole parameters (Adagrad does so when it is made) becomes that of the parts
+    which they have become since; on every rank alike, before any drops parameters."""
+    for param, state in optimizer.state.items():
+        for key, value in state.items() if spec_of(param) is not None and not is_merged(param) else ():
+            if isinstance(value, Tensor) and value.dim() == param.dim() and value.shape != param.shape:
+                first = value.flatten()[0]
+                if not bool((value == first).all()):
+                    raise UsageError(
+                        f"{type(optimizer).__name__} has state {key!r} of shape {list(value.shape)} for a parameter "
+                        f"that tensor parallelism has cut to {list(param.shape)}: it has been trained before. Give it "
+                        "its state after DistributedOptimizer is made, with load_state_dict()"
+                    )
+                state[key] = first.expand(param.shape).clone(memory_format=torch.contiguous_format)
 
 
 def _refuse_parts(optimizer: Optimizer) -> None:

@@ -1,5 +1,6 @@
 """Layer-wise optimizers: against their formulas, and spread over ranks against one process."""
 
+import copy
 import math
 from typing import Any
 
@@ -18,7 +19,9 @@ from tests.parity.compare import (
     Setup,
     assert_close,
     batch_parts,
+    build,
     check,
+    job_batch,
     owned_parameters,
     plain_run,
     shard_of,
@@ -283,3 +286,44 @@ def test_optimizers_that_need_more_than_a_rank_has_are_refused(optimizer: Any, s
 def test_optimizers_that_need_whole_parameters_work_over_stages() -> None:
     """A failure means that a right use is refused."""
     check(ZOO["chain"], Setup(pp=2, microbatches=2, dtype=F64), adafactor)
+
+
+def adagrad(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(parameters, lr=0.1, initial_accumulator_value=0.1)
+
+
+@on_ranks(2, timeout=200)
+def test_state_made_with_whole_parameters_becomes_that_of_their_parts() -> None:
+    """Made before the model, as transformers' Trainer does; a failure means a step that torch refuses."""
+    runtime.reset()
+    smp.init(Setup(tp=2, prescaled=True).smp_config())
+    module = build(ZOO["chain"], F64)
+    plain = copy.deepcopy(module)
+    split_everything(module)
+    inner = adagrad(module.parameters())
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(inner)
+    plain_optimizer = adagrad(plain.parameters())
+    batch = job_batch(ZOO["chain"], 2, 0, F64)
+    for _ in range(2):
+        for loss, each in ((model(**batch), optimizer), (plain(**batch), plain_optimizer)):
+            each.zero_grad()
+            loss.backward()
+            each.step()
+    for (_, param), expected in zip(owned_parameters(model), plain.parameters(), strict=True):
+        assert_close(param.detach(), shard_of(param, expected.detach()), 1e-9, "a parameter")
+    trained = torch.optim.AdamW(plain.parameters())
+    trained.step()
+    runtime.reset()
+    smp.init(Setup(tp=2).smp_config())
+    split_everything(plain)
+    smp.DistributedModel(plain)
+    with pytest.raises(UsageError, match="state 'exp_avg' of shape .* has cut to .*it has been trained before"):
+        smp.DistributedOptimizer(trained)
+    runtime.reset()
+
+
+@on_ranks(4, timeout=200)
+def test_state_made_with_whole_parameters_is_cut_at_partition_too() -> None:
+    """With stages parameters are cut in the first step, when any optimizer is there already."""
+    check(ZOO["chain"], Setup(pp=2, tp=2, microbatches=2, dtype=F64), adagrad, split_some)
