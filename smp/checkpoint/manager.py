@@ -78,6 +78,11 @@ def save_checkpoint(
     called = (os.fspath(path), tag, partial, model is None, optimizer is None, num_kept_partial_checkpoints, blocking)
     _same_everywhere(rt, "smp.save_checkpoint", called)
     _check_save(rt, tag, partial, model, optimizer, num_kept_partial_checkpoints)
+    if model is not None and getattr(rt.model.reducer, "pending", False):
+        log.warn_rank0(
+            "save_checkpoint: gradients are accumulated that no step has used yet. They are not saved, so the job that "
+            "resumes has to repeat their backward passes; save after optimizer.step() instead"
+        )
     if not (partial or blocking):
         raise UsageError("blocking=False is for partial checkpoints: leave it out, or save with partial=True")
     save_id = rt.transport.broadcast_object(secrets.token_hex(8), rt.group(CommGroup.WORLD), 0)

@@ -10,6 +10,7 @@ import smp
 from smp import runtime
 from smp.errors import CheckpointError, UsageError
 from tests.harness import on_ranks
+from tests.logs import log_lines
 from tests.stateful import shared_directory
 
 
@@ -150,6 +151,21 @@ def test_an_optimizer_of_fewer_parameters_than_the_saved_one_is_refused(partial)
         with pytest.raises(CheckpointError, match="holds optimizer state of bias, which the job's optimizer was not"):
             smp.resume_from_checkpoint(directory, "a", partial=partial)
         smp.resume_from_checkpoint(directory, "a", partial=partial, load_optimizer=False)
+
+
+@on_ranks(2, config={"ddp": True})
+def test_gradients_that_are_not_saved_are_spoken_of():
+    """A job that is saved within an accumulation window goes on without the window's first passes."""
+    model = smp.DistributedModel(nn.Linear(3, 2), backward_passes_per_step=2)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+    with shared_directory() as directory:
+        for is_within in (True, False):
+            model.backward(model(torch.ones(2, 3)).sum())
+            with log_lines() as lines:
+                smp.save_checkpoint(directory, "a", model=model, optimizer=optimizer)
+            assert any("gradients are accumulated that no step has used yet" in line for line in lines) == (
+                is_within and smp.rank() == 0
+            )
 
 
 @on_ranks(1, config={})
