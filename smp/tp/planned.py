@@ -427,9 +427,9 @@ def _known(leaf: Any) -> Tensor | None:
 
 
 def _remember(leaf: Tensor, joined: Tensor) -> None:
-    key = id(leaf)
+    key, forget = id(leaf), _joined.pop  # the interpreter's end takes modules' names away before it drops tensors
     if not collectives.is_structure(leaf) and not leaf.is_inference():
-        _joined[key] = ref(leaf, lambda _: _joined.pop(key, None)), leaf._version, joined
+        _joined[key] = ref(leaf, lambda _: forget(key, None)), leaf._version, joined
 
 
 def _refuse_reordering(cache: Any) -> None:
