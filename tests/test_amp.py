@@ -22,6 +22,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp, empty stage": {"pipeline_parallel_degree": 2},
     "tp": {"tensor_parallel_degree": 2},
     "tp and pp": {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2},
+    "zero bubble": {"pipeline_parallel_degree": 2, "pipeline": "zero_bubble"},
+    "chunks": {"pipeline_parallel_degree": 2, "virtual_stages": 2, "auto_partition": True},
+    "pp and sharded": {"pipeline_parallel_degree": 2, "shard_optimizer_state": True},
 }
 # From 2**18 on to 2**28, which overflows; 2**-10 on the way back.
 OPTIONS = {"init_scale": 2.0**8, "growth_factor": 2.0**10, "backoff_factor": 2.0**-10, "growth_interval": 2}
@@ -31,9 +34,10 @@ def config_of(case: dict[str, Any]) -> dict[str, Any]:
     return BASE | LAYOUTS[case["layout"]]
 
 
-def network() -> nn.Sequential:
+def network(layout: str) -> nn.Sequential:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    layers = ([nn.Linear(WIDTH, WIDTH), nn.Tanh()] for _ in range(4 if layout == "chunks" else 2))
+    return nn.Sequential(*(part for layer in layers for part in layer))
 
 
 def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -53,8 +57,8 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 class OneProcess:
     """torch's scaler on the batches of all ranks, in the same microbatches."""
 
-    def __init__(self, parts: int) -> None:
-        self.parts, self.module = parts, network()
+    def __init__(self, layout: str, parts: int) -> None:
+        self.parts, self.module = parts, network(layout)
         self.optimizer = sgd(self.module.parameters())
         self.scaler = torch.amp.GradScaler("cpu", **OPTIONS)
 
@@ -73,16 +77,17 @@ class OneProcess:
 
 @pytest.mark.parametrize("spoiled", [[], [1, 4]])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@on_ranks(lambda case: 4 if case["layout"] == "tp and pp" else 2, config=config_of)
+@on_ranks(lambda case: 4 if " and " in case["layout"] else 2, config=config_of)
 def test_training_is_that_of_one_process(layout: str, spoiled: list[int]) -> None:
     """A failure means that an overflow on one rank was not seen on another: their weights part for ever."""
-    module = network()
-    smp.set_partition(module[3 if layout == "pp, empty stage" else 2], smp.state.cfg.pipeline_parallel_degree - 1)
+    module = network(layout)
+    if layout != "chunks":
+        smp.set_partition(module[3 if layout == "pp, empty stage" else 2], smp.state.cfg.pipeline_parallel_degree - 1)
     smp.set_tensor_parallelism(module, smp.tp_size() > 1)
     model = smp.DistributedModel(module)
     optimizer = smp.DistributedOptimizer(sgd(model.parameters()))
     scaler = smp.amp.GradScaler(**OPTIONS)
-    reference = OneProcess(smp.dp_size())
+    reference = OneProcess(layout, smp.dp_size())
 
     @smp.step
     def train(x: Tensor, y: Tensor) -> Tensor:

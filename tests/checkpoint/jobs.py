@@ -122,10 +122,21 @@ SHAPES = {
 }
 
 
+def adam(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=RATE, betas=(0.8, 0.9))
+
+
 class Job:
     """One run, as a process of its own would make it, of this rank's share of the batches."""
 
-    def __init__(self, shape: str, grid: Grid, dtype: torch.dtype = torch.float64, seed: int = 0) -> None:
+    def __init__(
+        self,
+        shape: str,
+        grid: Grid,
+        dtype: torch.dtype = torch.float64,
+        seed: int = 0,
+        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = adam,
+    ) -> None:
         runtime.reset()
         smp.init(grid.config())
         torch.manual_seed(seed)
@@ -136,9 +147,8 @@ class Job:
         parameters = list(self.model.parameters())
         decayed, others = ([p for p in parameters if (p.dim() > 1) is flag] for flag in (True, False))
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-        adam = torch.optim.AdamW(groups, lr=RATE, betas=(0.8, 0.9))
         scale = {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 2.0**8, "scale_window": 2}}
-        self.optimizer: Any = smp.DistributedOptimizer(adam, **(scale if grid.half == "fp16" else {}))
+        self.optimizer: Any = smp.DistributedOptimizer(make(groups), **(scale if grid.half == "fp16" else {}))
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer.optimizer, lambda n: 1 / (1 + n))
         self.number = 0
         loss_of = self.shape.loss_of

@@ -6,7 +6,7 @@ other grid has to compute that resumes from it.
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -258,3 +258,34 @@ def test_a_job_goes_on_in_another_precision(saved: Any, saved_in: str, half: str
     """A failure means that a run loses what its masters knew beyond half precision, or starts without any."""
     directory = saved("body", HALVES[saved_in] if saved_in else SAVED)
     resume_converted(directory=directory, grid=grid, saved_in=saved_in, half=half)
+
+
+# Optimizers whose state is not that of Adam: made with the parameters, numbers that change, several tensors.
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9, dampening=0.5),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.01, lr_decay=0.1, initial_accumulator_value=0.125),
+    "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=0.01, centered=True, momentum=0.5),
+    "nadam": lambda groups: torch.optim.NAdam(groups, lr=0.01),
+    "asgd": lambda groups: torch.optim.ASGD(groups, lr=0.01, t0=1),
+    "amsgrad": lambda groups: torch.optim.AdamW(groups, lr=0.01, amsgrad=True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(4, timeout=120)
+def test_any_state_of_an_optimizer_goes_on(tmp_path: Path, kind: str) -> None:
+    """A failure means that only what Adam keeps is cut, sharded and put together again."""
+    for half, saved, tag in (("", GRIDS["tp2-pp2"], "a"), ("fp16", GRIDS["tp2-rdp2-sharded"], "b")):
+        job = Job("body", replace(saved, half=half), make=KINDS[kind])
+        job.step()
+        job.save(tmp_path, tag, partial=tag == "b")
+        held, want = job.whole_tensors(), job.step()
+        for grid in ("tp4", "pp2-rdp2-sharded"):
+            job = Job("body", replace(GRIDS[grid], half=half), seed=1, make=KINDS[kind])
+            found = job.resume(tmp_path, tag=tag, partial=tag == "b")
+            loss, rates = job.step()
+            assert found[0].keys() == held.keys()
+            # torch loads a number of an optimizer in the type of its parameter
+            assert all(torch.equal(found[0][key].double(), value.double()) for key, value in held.items())
+            assert rates == want[1] and close([loss], [want[0]], HALF_TOLERANCE if half else TOLERANCE)

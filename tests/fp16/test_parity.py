@@ -76,8 +76,9 @@ def under_smp(scale: dict[str, Any], rows: int) -> tuple[Run, Any, smp.Distribut
     run = Run()
     for step in range(STEPS):
         ids, classes = batch(step, rows)
-        if not smp.state.cfg.prescaled_batch:
-            ids, classes = (whole.chunk(smp.dp_size())[smp.dp_rank()] for whole in (ids, classes))
+        prescaled = smp.state.cfg.prescaled_batch
+        parts, number = (smp.rdp_size(), smp.rdp_rank()) if prescaled else (smp.dp_size(), smp.dp_rank())
+        ids, classes = (whole.chunk(parts)[number] for whole in (ids, classes))
         optimizer.zero_grad()
         run.scales.append(optimizer.loss_scale)
         loss = train_step(model, ids, classes).reduce_mean().detach()
@@ -124,9 +125,16 @@ def test_fifty_steps_on_one_batch(kind: str) -> None:
         assert torch.equal(param, master.to(param.dtype))
 
 
-@on_ranks(4, config={**GRID, "fp16": True}, timeout=120)
-def test_fifty_steps_with_a_batch_for_each_rank() -> None:
-    """Gradients of a rank's own batch, and sums over the joined ones, are larger than those of their mean, so a scale
+REPLICAS = {**GRID, "pipeline_parallel_degree": 1, "default_partition": 0, "prescaled_batch": True}
+CASES = {"ranks": GRID, "replicas": {**REPLICAS, "shard_optimizer_state": True}}
+
+
+@pytest.mark.parametrize("of", CASES)
+@on_ranks(4, config=lambda case: {**CASES[case["of"]], "fp16": True}, timeout=120)
+def test_fifty_steps_with_several_batches(of: str) -> None:
+    """One for each rank, or for each replica of tensor-parallel ranks, which also shard the optimizer's state.
+
+    Gradients of a rank's own batch, and sums over the joined ones, are larger than those of their mean, so a scale
     that falls may settle one step lower than in one process. This one starts where neither overflows."""
     expected = by_hand(torch.float16, 8, 2.0**14)
     got, _, _ = under_smp({**DYNAMIC, "dynamic_loss_args": {"init_scale": 2.0**14}}, 8)
