@@ -53,19 +53,27 @@ class Known:
 
 
 class Planner:
-    """The plans of one step function on this rank."""
+    """The plans of one step function on this rank.
+
+    Attributes:
+        left: whether in the step before a program did something else than planned: on all stages of a pipeline alike,
+            but not on all its tensor ranks, which have their own data.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._known: dict[Any, Known] = {}
         self._failures: dict[Any, int] = {}
+        self._last: Any = None
+        self.left = False
 
     def find(self, kind: Any) -> Known | None:
         """What is known of steps of this kind; None: to be recorded."""
         return self._known.get(kind)
 
-    def note(self, kind: Any, single_backward: bool) -> None:
-        """A step of this kind has run; see `Known`."""
+    def note(self, kind: Any, single_backward: bool, left: bool) -> None:
+        """A step of this kind has run; see `Known` and `left`."""
+        self._last, self.left = kind, left
         if (known := self._known.get(kind)) is not None:
             known.single_backward = single_backward
 
@@ -102,11 +110,17 @@ class Planner:
         if len(self._known) > MAX_KINDS:
             del self._known[next(iter(self._known))]
 
-    def failed(self, kind: Any) -> None:
-        """A program did something else than planned, on every rank alike."""
+    def settle(self, left: bool) -> None:
+        """Ahead of a step: `left` says whether any rank of the model left its plan in the step before. The others drop
+        that plan with it, as all of them make the new one together.
+        """
+        self.left = False
+        if not left:
+            return
+        kind = self._last
         self._failures[kind] = self._failures.get(kind, 0) + 1
         if self._failures[kind] < MAX_FAILURES:
-            del self._known[kind]
+            self._known.pop(kind, None)
             return
         self._known[kind] = Known(None)
         log.info_rank0(

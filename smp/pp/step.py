@@ -5,7 +5,7 @@ import inspect
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -240,9 +240,7 @@ class _StepFunction:
             kind = kind_of(parts[0], plain, count, engine.stages)  # the first step makes the stages
             journals = [program.course.journal or [] for program in programs]
             self._planner.learn(kind, rt, journals, context.entangled, _policies(rt, engine))
-        elif turns.left_plan:
-            self._planner.failed(kind)
-        self._planner.note(kind, all(p.had_one_backward for p in programs))
+        self._planner.note(kind, all(p.had_one_backward for p in programs), turns.left_plan)
         for program in programs:
             program.leave_plan()
             program.tape.clear()
@@ -277,21 +275,52 @@ class _StepFunction:
         self, rt: Runtime, engine: Engine, arguments: dict[str, Any], count: int, seed: int
     ) -> tuple[list[dict[str, Any]], int, tuple[Any, ...], int]:
         """The microbatches' arguments; the seed, the plain values and the first microbatch's number that all ranks go
-        by."""
-        problem, agreed = None, (seed, plain_values(arguments), rt.transport.num_microbatches)
+        by. Settles whether the plan of the step before is dropped."""
+        problem = None
+        agreed = _Agreed(seed, plain_values(arguments), rt.transport.num_microbatches, self._planner.left)
         if engine.rank == 0:
             if rt.tp_size > 1:
-                group = rt.group(CommGroup.TP_GROUP)
-                agreed = rt.transport.broadcast_object(agreed, group, group.ranks[0], "smp.step")
+                agreed = _agree(rt, agreed, arguments)
             try:
                 _check_batch(rt, arguments)
                 split_arguments(arguments, count, self._non_split, self._axes)
             except StepError as error:
                 problem = str(error)
         group = rt.group(CommGroup.PP_GROUP)
-        shared, (seed, plain, first) = share_arguments(engine, group, arguments, problem, agreed)
-        rt.transport.num_microbatches = first + count
-        return split_arguments(shared, count, self._non_split, self._axes), seed, plain, first
+        shared, agreed = share_arguments(engine, group, arguments, problem, agreed)
+        self._planner.settle(agreed.left)
+        rt.transport.num_microbatches = agreed.first + count
+        parts = split_arguments(shared, count, self._non_split, self._axes)
+        return parts, agreed.seed, agreed.plain, agreed.first
+
+
+class _Agreed(NamedTuple):
+    """What the ranks of a model go by in a step.
+
+    Attributes:
+        seed: of its random numbers.
+        plain: what of the arguments a plan depends on.
+        first: the number of its first microbatch.
+        left: whether a program left the plan of the step before.
+    """
+
+    seed: int
+    plain: tuple[Any, ...]
+    first: int
+    left: bool
+
+
+def _agree(rt: Runtime, mine: _Agreed, arguments: dict[str, Any]) -> _Agreed:
+    """The first tensor rank's, and what only all of them know: whether any has left the plan, and the shapes of their
+    batches where these differ, so that what is a new kind of step to one of them is new to all.
+    """
+    leaves, _ = flatten(arguments, keep_tensorless=True)
+    shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
+    answers = rt.transport.all_gather_object((mine, shapes), rt.group(CommGroup.TP_GROUP), "smp.step")
+    given = tuple(shapes for _, shapes in answers)
+    first = answers[0][0]
+    plain = first.plain if len(set(given)) == 1 else (*first.plain, given)
+    return first._replace(plain=plain, left=any(other.left for other, _ in answers))
 
 
 def _policies(rt: Runtime, engine: Engine) -> list[Policy]:

@@ -225,3 +225,29 @@ def test_messages_of_a_step_that_failed_are_not_taken_for_later_ones():
             (plain(part, index) / 4).backward()
         for name, parameter in model.local_named_parameters():
             same(parameter.grad, dict(plain.named_parameters())[name].grad, f"step {step}: {name}")
+
+
+@on_ranks(4)
+def test_a_tensor_rank_that_leaves_the_plan_does_not_leave_the_others_behind():
+    """Its pipeline plans the next step anew, which is a collective of all tensor ranks."""
+
+    def forward(net, x, again):
+        y = net.b(net.a(x))
+        return (net.b(net.a(y)) if again[0] else y).pow(2).mean()
+
+    start(2, tensor_parallel_degree=2, microbatches=4)
+    model = wrap(chain(forward).double(), CHAIN)
+
+    @smp.step
+    def train(x, again):
+        loss = model(x, again)
+        model.backward(loss)
+        return loss
+
+    first, planned = smp.tp_rank() == 0, []
+    for step in range(8):
+        model.zero_grad()
+        rows = 8 if step not in (5, 6) or first else 4  # new to one of them, so new to all
+        train(vectors(rows, seed=smp.rank())["x"], torch.full((rows,), step == 2 and not first))
+        planned.append(plan_of(model) is not None)
+    assert planned == [False, True, first, False, True, False, True, True]
