@@ -1,6 +1,7 @@
 """DistributedTransformerLMHead with stages and replicas, against its undistributed twin in one process."""
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -43,6 +44,12 @@ class Model(nn.Module):
 
 def cases(options: dict[str, Any]) -> tuple[Case, Case]:
     """The distributed model and its twin, from the same weights."""
+    return _cases(tuple(options.items()))
+
+
+@functools.cache  # the same twin is computed once
+def _cases(items: tuple[tuple[str, Any], ...]) -> tuple[Case, Case]:
+    options = dict(items)
 
     def batch(rows: int, generator: torch.Generator) -> dict[str, Any]:
         ids = torch.randint(options["vocab_size"], (rows, LENGTH), generator=generator)
@@ -71,11 +78,17 @@ def check(options: dict[str, Any], setup: Setup) -> None:
 
 
 MODES = pytest.mark.parametrize("optimize", ["speed", "memory"])
+TWO_MODES = pytest.mark.parametrize(
+    ("prescaled", "optimize"),
+    [
+        *[(False, "memory"), (True, "speed")],
+        *[pytest.param(*mode, marks=pytest.mark.slow) for mode in ((False, "speed"), (True, "memory"))],
+    ],
+)
 BATCHES = pytest.mark.parametrize("prescaled", [False, True], ids=["joined", "prescaled"])
 
 
-@MODES
-@BATCHES
+@TWO_MODES
 @pytest.mark.parametrize("name", ["tied", "untied", "cross"])
 @on_ranks(4)
 def test_two_stages_of_two_parts_train_as_one_process(name, prescaled, optimize):

@@ -112,12 +112,13 @@ def checkpointed(split: Callable[[nn.Module], None]) -> Callable[[nn.Module], No
     return prepare
 
 
-MODES = [("speed", False), ("speed", True), ("memory", False), ("memory", True)]
+MODES = [("speed", False), ("memory", True), ("speed", True), ("memory", False)]
+HALVES = pytest.mark.parametrize("modes", [MODES[:2], pytest.param(MODES[2:], marks=pytest.mark.slow)], ids=["1", "2"])
 
 
-def setups(**options: Any) -> list[Setup]:
+def setups(modes: list[tuple[str, bool]] = MODES, **options: Any) -> list[Setup]:
     both: dict[str, Any] = {"dtype": torch.float64, **options}
-    return [Setup(prescaled=shared, config={"optimize": mode}, **both) for mode, shared in MODES]
+    return [Setup(prescaled=shared, config={"optimize": mode}, **both) for mode, shared in modes]
 
 
 @pytest.mark.parametrize("split", [split_layers, split_transformer, split_everything])
@@ -131,30 +132,33 @@ def test_two_parts_train_as_one_process(split):
 @on_ranks(4)
 def test_four_parts_train_as_one_process():
     """A sequence that four ranks do not divide is kept whole."""
-    for each in setups(tp=4, microbatches=2)[::3]:
+    for each in setups(MODES[:2], tp=4, microbatches=2):
         check(CASE, each, sgd, split_transformer)
 
 
+@HALVES
 @pytest.mark.parametrize("split", [split_layers, split_transformer])
 @on_ranks(4)
-def test_parts_and_replicas_train_as_one_process(split):
+def test_parts_and_replicas_train_as_one_process(split, modes):
     """Cut parameters are averaged over the replicas, whole ones over all ranks."""
-    for each in setups(tp=2, microbatches=2):
+    for each in setups(modes, tp=2, microbatches=2):
         check(CASE, each, sgd, split)
 
 
+@HALVES
 @on_ranks(4)
-def test_layers_on_stages_chosen_by_hand_train_as_one_process():
+def test_layers_on_stages_chosen_by_hand_train_as_one_process(modes):
     """Each layer enters and leaves by itself."""
-    for each in setups(tp=2, pp=2, microbatches=2):
+    for each in setups(modes, tp=2, pp=2, microbatches=2):
         check(CASE, each, sgd, split_layers)
 
 
+@HALVES
 @pytest.mark.parametrize("split", [split_layers, split_transformer, split_everything])
 @on_ranks(4)
-def test_layers_on_stages_chosen_by_cost_train_as_one_process(split):
+def test_layers_on_stages_chosen_by_cost_train_as_one_process(split, modes):
     """With a boundary inside of the sequence of layers: what passes there is laid out as inside."""
-    for each in setups(tp=2, pp=2, microbatches=2, auto=True):
+    for each in setups(modes, tp=2, pp=2, microbatches=2, auto=True):
         check(CASE, each, sgd, split)
 
 
@@ -170,18 +174,20 @@ def test_a_boundary_lies_inside_of_the_sequence_of_layers():
         runtime.reset()
 
 
+@HALVES
 @pytest.mark.parametrize("pp", [1, 2])
 @on_ranks(lambda a: 2 * a["pp"])
-def test_checkpointed_layers_train_as_one_process(pp):
+def test_checkpointed_layers_train_as_one_process(pp, modes):
     """Collectives run again in the backward pass, on all ranks alike."""
-    for each in setups(tp=2, pp=pp, microbatches=2, auto=True):
+    for each in setups(modes, tp=2, pp=pp, microbatches=2, auto=True):
         check(CASE, each, sgd, checkpointed(split_layers))
 
 
+@HALVES
 @on_ranks(4)
-def test_weights_may_be_put_off():
+def test_weights_may_be_put_off(modes):
     """The schedule that puts gradients of weights off, and chunks of stages."""
-    for each in setups(tp=2, pp=2, microbatches=4, auto=True):
+    for each in setups(modes, tp=2, pp=2, microbatches=4, auto=True):
         each.config["pipeline"] = "zero_bubble"
         check(CASE, each, sgd, split_transformer)
 
@@ -204,13 +210,14 @@ class Halves(nn.Module):
         return self.transformer((x, mask))[0].square().mean()
 
 
+@HALVES
 @pytest.mark.parametrize("options", [{}, {"parallel_attention": True}, {"hidden_dropout_prob": 0.5}])
 @on_ranks(4, timeout=120)
-def test_a_boundary_inside_of_a_layer_changes_nothing(options):
+def test_a_boundary_inside_of_a_layer_changes_nothing(options, modes):
     """What the layer does between its halves runs on every stage, and its messages go over the owner's ranks."""
     torch.set_default_dtype(torch.float64)
     try:
-        for mode, shared in MODES:
+        for mode, shared in modes:
             losses = []
             for pp in (1, 2):
                 runtime.reset()

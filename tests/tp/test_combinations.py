@@ -1,6 +1,7 @@
 """Distributed language models and transformers, made as scripts make them, with stages, replicas, schedules and
 activation checkpointing, against one plain process: losses, gradients, updated weights."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,8 @@ from tests.parity.compare import TOLERANCE, Setup, assert_same, batch_parts, pla
 from tests.parity.zoo import Case
 from tests.tp.lm_twin import GPT2, TwinLMHead, distributed
 
-MODES = [("speed", False), ("speed", True), ("memory", False), ("memory", True)]
+MODES = [("speed", False), ("memory", True), ("speed", True), ("memory", False)]
+HALVES = pytest.mark.parametrize("modes", [MODES[:2], pytest.param(MODES[2:], marks=pytest.mark.slow)], ids=["1", "2"])
 LENGTH = 4
 UNTIED = {**GPT2, "num_layers": 4, "tie_word_embeddings": False, "lm_head_bias": True, "num_token_types": 2}
 TIED = {**GPT2, "num_layers": 4}
@@ -62,11 +64,18 @@ def places(options: dict[str, Any]) -> list[tuple[str, float]]:
     ]
 
 
-def check(options: dict[str, Any], setup: Setup, prepare: Callable[[nn.Module], None] = lambda module: None) -> Any:
-    """Both runs and the comparison; the model."""
+@functools.cache  # the same plain model is computed once
+def cases(items: tuple[tuple[str, Any], ...]) -> tuple[Case, Case]:
+    """The plain model and the split one."""
+    options = dict(items)
     batch, where = batch_of(options), places(options)
     plain = Case(lambda: Program(TwinLMHead(**options), options), batch, where)
-    split = Case(lambda: Program(distributed(TwinLMHead(**options)), options), batch, where)
+    return plain, Case(lambda: Program(distributed(TwinLMHead(**options)), options), batch, where)
+
+
+def check(options: dict[str, Any], setup: Setup, prepare: Callable[[nn.Module], None] = lambda module: None) -> Any:
+    """Both runs and the comparison; the model."""
+    plain, split = cases(tuple(options.items()))
     runtime.reset()
     try:
         got, model = smp_run(split, setup, sgd, prepare)
@@ -77,11 +86,11 @@ def check(options: dict[str, Any], setup: Setup, prepare: Callable[[nn.Module], 
         runtime.reset()
 
 
-def setups(**options: Any) -> list[Setup]:
+def setups(modes: list[tuple[str, bool]] = MODES, **options: Any) -> list[Setup]:
     """One for each way to communicate and kind of batch."""
     settings = options.pop("config", {})
     both: dict[str, Any] = {"dtype": torch.float64, **options}
-    return [Setup(prescaled=shared, config={**settings, "optimize": mode}, **both) for mode, shared in MODES]
+    return [Setup(prescaled=shared, config={**settings, "optimize": mode}, **both) for mode, shared in modes]
 
 
 def checkpointed(*paths: str, **options: Any) -> Callable[[nn.Module], None]:
@@ -92,13 +101,14 @@ def checkpointed(*paths: str, **options: Any) -> Callable[[nn.Module], None]:
     return prepare
 
 
+@HALVES
 @pytest.mark.parametrize("options", [TIED, UNTIED, CROSS], ids=["tied", "untied", "cross"])
 @on_ranks(4)
-def test_parts_and_stages_train_as_one_process(options):
+def test_parts_and_stages_train_as_one_process(options, modes):
     """Cut by hand and by cost, with a boundary between two layers; an encoder's states reach both stages."""
-    for each in setups(tp=2, pp=2, microbatches=2):
+    for each in setups(modes, tp=2, pp=2, microbatches=2):
         check(options, each)
-    for each in setups(tp=2, pp=2, microbatches=2, auto=True)[::3]:
+    for each in setups(modes[:1], tp=2, pp=2, microbatches=2, auto=True):
         check(options, each)
 
 
@@ -106,7 +116,7 @@ def test_parts_and_stages_train_as_one_process(options):
 def test_the_boundary_lies_between_two_layers():
     """Or the test above shows nothing."""
     for auto in (False, True):
-        for each in setups(tp=2, pp=2, microbatches=2, auto=auto, steps=1)[::3]:
+        for each in setups(MODES[:2], tp=2, pp=2, microbatches=2, auto=auto, steps=1):
             batch = batch_of(UNTIED)
             case = Case(lambda: Program(distributed(TwinLMHead(**UNTIED)), UNTIED), batch, places(UNTIED))
             runtime.reset()
@@ -116,25 +126,27 @@ def test_the_boundary_lies_between_two_layers():
     runtime.reset()
 
 
+@HALVES
 @pytest.mark.parametrize("options", [TIED, UNTIED], ids=["tied", "untied"])
 @on_ranks(4)
-def test_parts_and_replicas_train_as_one_process(options):
+def test_parts_and_replicas_train_as_one_process(options, modes):
     """Parts are averaged over the replicas, whole parameters over all ranks; gradients are accumulated."""
-    for each in setups(tp=2, microbatches=2, passes=2):
+    for each in setups(modes, tp=2, microbatches=2, passes=2):
         check(options, each)
 
 
+@HALVES
 @on_ranks(4)
-def test_four_parts_train_as_one_process():
+def test_four_parts_train_as_one_process(modes):
     """13 words over four ranks: parts of the vocabulary of different lengths."""
-    for each in setups(tp=4, microbatches=2):
+    for each in setups(modes, tp=4, microbatches=2):
         check(UNTIED, each)
 
 
 @on_ranks(4)
 def test_stages_and_replicas_without_parts_train_as_one_process():
     """The same classes with tensor_parallel_degree 1."""
-    for each in setups(pp=2, microbatches=2)[:1]:
+    for each in setups(MODES[:1], pp=2, microbatches=2):
         check(TIED, each)
         check(UNTIED, each)
 
@@ -144,26 +156,28 @@ def test_stages_and_replicas_without_parts_train_as_one_process():
 def test_other_orders_of_work_train_as_one_process(config):
     """Gradients of weights put off, and two chunks of layers on each stage; collectives stay in one order on all tp
     ranks, or this test hangs."""
-    for each in setups(tp=2, pp=2, microbatches=4, steps=3, auto=True, config=config)[1:3]:
+    for each in setups(MODES[2:], tp=2, pp=2, microbatches=4, steps=3, auto=True, config=config):
         check(UNTIED, each)
 
 
+@HALVES
 @pytest.mark.parametrize("strategy", ["each", "contiguous", "group_2"])
 @pytest.mark.parametrize("pp", [1, 2])
 @on_ranks(lambda a: 2 * a["pp"])
-def test_a_checkpointed_sequence_of_layers_trains_as_one_process(pp, strategy):
+def test_a_checkpointed_sequence_of_layers_trains_as_one_process(pp, strategy, modes):
     """Collectives run again in the backward, on all tp ranks alike."""
     prepare = checkpointed("lm.transformer.seq_layers", strategy=strategy)
-    for each in setups(tp=2, pp=pp, microbatches=2, auto=True)[:: 1 if strategy == "each" else 3]:
+    for each in setups(modes, tp=2, pp=pp, microbatches=2, auto=True):
         check(UNTIED, each, prepare)
 
 
+@HALVES
 @pytest.mark.parametrize("pp", [1, 2])
 @on_ranks(lambda a: 2 * a["pp"])
-def test_single_checkpointed_parts_train_as_one_process(pp):
+def test_single_checkpointed_parts_train_as_one_process(pp, modes):
     """One layer, half of another one, and the head with its loss."""
     paths = ("lm.transformer.seq_layers.1", "lm.transformer.seq_layers.2.attention", "lm.lm_head")
-    for each in setups(tp=2, pp=pp, microbatches=2):
+    for each in setups(modes, tp=2, pp=pp, microbatches=2):
         check(UNTIED, each, checkpointed(*paths))
 
 
@@ -172,7 +186,7 @@ def test_checkpointing_with_other_orders_of_work_trains_as_one_process():
     """A recomputation between two chunks, and one whose weights' gradients are put off."""
     prepare = checkpointed("lm.transformer.seq_layers")
     for config in ({"virtual_stages": 2}, {"pipeline": "zero_bubble"}):
-        for each in setups(tp=2, pp=2, microbatches=4, auto=True, config=config)[::3]:
+        for each in setups(MODES[:2], tp=2, pp=2, microbatches=4, auto=True, config=config):
             check(UNTIED, each, prepare)
 
 
