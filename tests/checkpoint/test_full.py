@@ -3,6 +3,7 @@
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +13,7 @@ from smp.checkpoint import reader
 from smp.checkpoint.__main__ import main
 from tests.checkpoint.small import Job, assert_close, assert_equal, grid
 from tests.harness import on_ranks
+from tests.parity import models
 from tests.stateful import shared_directory
 from tests.test_state_dict import LiveBytes
 from tests.tp import test_hf_decoders
@@ -210,6 +212,32 @@ def test_hugging_face_reads_what_was_saved_and_the_other_way_round():
                 smp.resume_from_checkpoint(path, tag, partial=False, load_optimizer=False)
                 logits_of(model)
                 assert same(model.state_dict(), wanted if marked else whole), (tag, config)
+
+
+FAMILIES = {"gptneox": test_hf_decoders.gptneox, "bert": models.bert, "llama": models.llama}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@on_ranks(2, config={"ddp": True, "tensor_parallel_degree": 2})
+def test_hugging_face_reads_what_the_command_line_makes_of_any_family(name: str) -> None:
+    """Families that other tables of names, or a plan, have split: a failure means that a trained model is exported as
+    another one."""
+    torch.manual_seed(smp.rank())
+    module = FAMILIES[name]().eval()
+    smp.set_tensor_parallelism(module)
+    model = smp.DistributedModel(module)
+    ids = torch.arange(8).view(1, 8) % models.VOCABULARY
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+    with shared_directory() as path:
+        smp.save_checkpoint(path, "parts", model=model)
+        if smp.rank() == 0:
+            assert main(["consolidate", str(path / "parts_partial"), str(path / "export")]) == 0
+            (path / "export" / "config.json").write_text(module.config.to_json_string())
+            loaded, notes = type(module).from_pretrained(path / "export", output_loading_info=True)
+            assert not any(notes.values()), notes
+            with torch.no_grad():
+                assert torch.allclose(loaded.eval()(input_ids=ids).logits, logits, rtol=1e-5, atol=1e-6)
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:

@@ -129,7 +129,7 @@ REPLICAS = {**GRID, "pipeline_parallel_degree": 1, "default_partition": 0, "pres
 CASES = {"ranks": GRID, "replicas": {**REPLICAS, "shard_optimizer_state": True}}
 
 
-@pytest.mark.parametrize("of", CASES)
+@pytest.mark.parametrize("of", ["ranks", pytest.param("replicas", marks=pytest.mark.slow)])
 @on_ranks(4, config=lambda case: {**CASES[case["of"]], "fp16": True}, timeout=120)
 def test_fifty_steps_with_several_batches(of: str) -> None:
     """One for each rank, or for each replica of tensor-parallel ranks, which also shard the optimizer's state.
