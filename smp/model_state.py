@@ -288,7 +288,8 @@ def load_state_dict(
     A full one may have the names of another library's models where those of smp's modules differ; with
     `_smp_is_partial` False in it, it has smp's names. A partial one must come from the same degrees. Its tensors may
     have been on another stage then: they are sent to where they live now, unless `same_partition_load` promises that
-    nothing has moved. Before partition the dict is kept and applied at the first step; the result is empty then.
+    nothing has moved. Before partition the dict is kept and applied at the first step; the result is empty then,
+    and names are logged that differ without `strict`.
     Missing and unexpected keys are counted over the whole model and are the same on all ranks of the replica; a tied
     tensor is not missing when one of its names is there.
     Raises `CheckpointError` for keys when `strict`, and for shapes that differ in any case, before anything is changed.
@@ -301,8 +302,25 @@ def load_state_dict(
     if model.partitioned:
         return _apply(rt, model, load)
     raise_alike(rt, rt.group(CommGroup.WORLD), _early_refusal(rt, model, load))
-    rt.waiting_loads.append(WaitingLoad(lambda: _apply(rt, model, load), of_model=True, of_optimizer=False))
+
+    def later() -> None:
+        keys = _apply(rt, model, load)
+        warn_of_rest("model.load_state_dict(strict=False)", keys.missing_keys, keys.unexpected_keys)
+
+    rt.waiting_loads.append(WaitingLoad(later, of_model=True, of_optimizer=False))
     return _IncompatibleKeys([], [])
+
+
+def warn_of_rest(call: str, missing: Sequence[str], unexpected: Sequence[str]) -> None:
+    """Says on rank 0 what a call that is not strict has passed over, where nobody sees its result."""
+    if differences := differences_of(missing, unexpected):
+        log.warn_rank0("%s: only what is in both the model and what was saved is loaded:\n  %s", call, differences)
+
+
+def differences_of(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """Names in words, a line for each of both; empty when there are none."""
+    found = {"missing": missing, "unexpected": unexpected}
+    return "\n  ".join(f"{what}: {_some(names)}" for what, names in found.items() if names)
 
 
 def _early_refusal(rt: Runtime, model: StatefulModel, load: _Load) -> CheckpointError | None:

@@ -47,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # no right to read a directory, say
+        print(f"{options.command}: {error}", file=sys.stderr)
+        return 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -110,10 +113,10 @@ def _bytes(text: str) -> int:
 
 def _all(path: Path) -> list[Found]:
     """The one at a path, or all of a directory."""
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist")
     if is_checkpoint(path):
         return [Found(path, single(path))]
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist")
     found = checkpoints_in(path)
     if not found:
         raise CheckpointError(f"{path} holds no checkpoint of smp.save_checkpoint")

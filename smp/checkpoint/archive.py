@@ -10,24 +10,47 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from torch import Tensor
 
 from smp.errors import CheckpointError
 
+FRAME = ""
 _CHUNK = 1 << 22
 _LOCAL_HEADER = struct.Struct("<26xHH")  # lengths of the name and of the extra field, before the record's bytes
 
 
 def records_of(path: Path) -> dict[str, tuple[int, int]]:
-    """Bytes and CRC-32 of each record, by its name without the archive's own in front, as the archive tells them."""
+    """Bytes and CRC-32 of each record, by its name without the archive's own in front, as the archive tells them.
+
+    One named FRAME is everything around them: headers, padding and the archive's directory.
+    """
     try:
-        with zipfile.ZipFile(path) as archive:
-            return {_short(info.filename): (info.file_size, info.CRC) for info in archive.infolist()}
-    except (zipfile.BadZipFile, OSError) as error:
+        with path.open("rb") as file, _mapped(file) as whole, zipfile.ZipFile(io.BufferedReader(file)) as archive:
+            infos = archive.infolist()
+            records = {_short(info.filename): (info.file_size, info.CRC) for info in infos}
+            return {**records, FRAME: _frame(whole, infos)}
+    except (zipfile.BadZipFile, OSError, ValueError, struct.error) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+@contextmanager
+def _mapped(file: IO[bytes]) -> Iterator[memoryview]:
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole, memoryview(whole) as view:
+        yield view
+
+
+def _frame(whole: memoryview, infos: Iterable[zipfile.ZipInfo]) -> tuple[int, int]:
+    """Bytes and CRC-32 of what is around the records."""
+    size, checksum, end = 0, 0, 0
+    for info in sorted(infos, key=lambda info: info.header_offset):
+        begin = _begin(whole, info.header_offset)
+        size, checksum = size + begin - end, zlib.crc32(whole[end:begin], checksum)
+        end = begin + info.file_size
+    return size + len(whole) - end, zlib.crc32(whole[end:], checksum)
 
 
 def _short(filename: str) -> str:
@@ -105,30 +128,34 @@ def damaged_records(path: Path, expected: Mapping[str, tuple[int, int]], names: 
     Returns a line for each record that is missing, of another size, or whose bytes have another checksum.
     """
     found: list[str] = []
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
+    with path.open("rb") as file, _mapped(file) as whole:
         try:
             with zipfile.ZipFile(io.BufferedReader(file)) as archive:
                 present = {_short(info.filename): info for info in archive.infolist()}
         except zipfile.BadZipFile as error:
             return [f"it is no archive: {error}"]
-        view = memoryview(whole)
-        try:
-            for name in names:
-                size, checksum = expected[name]
-                info = present.get(name)
-                if info is None or info.file_size != size or info.CRC != checksum:
-                    found.append(f"record {name} is another than the manifest says")
-                elif _checksum(view, info.header_offset, size) != checksum:
-                    found.append(f"record {name} has another checksum than when it was written")
-        finally:
-            view.release()
+        for name in names:
+            size, checksum = expected[name]
+            info = present.get(name)
+            if name == FRAME:
+                if _frame(whole, present.values()) != expected[FRAME]:
+                    found.append("what is around its records is not as it was written")
+            elif info is None or info.file_size != size or info.CRC != checksum:
+                found.append(f"record {name} is another than the manifest says")
+            elif _checksum(whole, info.header_offset, size) != checksum:
+                found.append(f"record {name} has another checksum than when it was written")
     return found
+
+
+def _begin(whole: memoryview, header: int) -> int:
+    """Where the bytes of a record begin whose header is there."""
+    name, extra = _LOCAL_HEADER.unpack_from(whole, header)
+    return int(header + _LOCAL_HEADER.size + name + extra)
 
 
 def _checksum(view: memoryview, header: int, size: int) -> int | None:
     """CRC-32 of a record whose header begins there; None when the file ends before."""
-    name, extra = _LOCAL_HEADER.unpack_from(view, header)
-    begin, checksum = header + _LOCAL_HEADER.size + name + extra, 0
+    begin, checksum = _begin(view, header), 0
     if begin + size > len(view):
         return None
     for start in range(begin, begin + size, _CHUNK):

@@ -80,8 +80,9 @@ def start(work: Callable[[], str]) -> None:
     if not _registered:
         atexit.register(_at_exit)  # after smp.init registered its own, so before that runs
         _registered = True
-    _save = _Save(work)
-    _save.start()
+    save = _Save(work)
+    save.start()
+    _save = save
 
 
 def is_running() -> bool:

@@ -1,12 +1,23 @@
 """Which checkpoint a directory offers: by tag, or the newest. Reads names and manifests only, changes nothing."""
 
+import os
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
 from smp.checkpoint.layout import describe_existing, existing_parts
 from smp.checkpoint.manifest import SUFFIX
-from smp.checkpoint.writer import NEWEST, REPLACED, WRITING, aside, is_complete, journal_of, written_at
+from smp.checkpoint.writer import (
+    NEWEST,
+    REPLACED,
+    WRITING,
+    aside,
+    is_complete,
+    is_written,
+    journal_of,
+    named,
+    written_at,
+)
 from smp.errors import CheckpointError
 
 
@@ -42,8 +53,15 @@ def find(path: Path, tag: str | None, partial: bool) -> Found:
     Where `newest` is missing, or names one that is not there in the wanted kind, it is the complete one saved last.
 
     Raises:
-        CheckpointError: there is none; says what is there instead.
+        CheckpointError: there is none, or the directory cannot be read; says what is there instead.
     """
+    try:
+        return _find(path, tag, partial)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _find(path: Path, tag: str | None, partial: bool) -> Found:
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist or is no directory: there is no checkpoint to resume from")
     if tag is not None:
@@ -52,17 +70,18 @@ def find(path: Path, tag: str | None, partial: bool) -> Found:
             raise CheckpointError(_nothing_there(path, tag, partial))
         return found
     notes = [
-        f"a save of the checkpoint {unfinished.name[1 : -len(f'_partial.{WRITING}')]!r} was cut short; it is skipped"
+        f"a save of the checkpoint {_tag(named(unfinished, WRITING))!r} was cut short; it is skipped"
         for unfinished in sorted(path.glob(f".*_partial.{WRITING}"))
-        if not is_complete(unfinished)
+        if not is_written(unfinished)
     ]
-    named = newest_tag(path)
-    found = _find_tag(path, named, partial) if named is not None else None
+    newest = newest_tag(path)
+    found = _find_tag(path, newest, partial) if newest is not None else None
     if found is None:
         last = _last_complete(path, partial)
         if last is None:
-            raise CheckpointError(_nothing_there(path, named, partial))
-        why = "there is no file `newest`" if named is None else f"`newest` names {named!r}, which is not there"
+            raise CheckpointError(_nothing_there(path, newest, partial))
+        nameless = "`newest` cannot be read" if os.path.lexists(path / NEWEST) else "there is no file `newest`"
+        why = nameless if newest is None else f"`newest` names {newest!r}, which is not there"
         notes.append(f"{why}; resuming from {last!r}, the last complete {'partial' if partial else 'full'} checkpoint")
         found = _find_tag(path, last, partial)
         assert found is not None
@@ -88,10 +107,11 @@ def _find_tag(path: Path, tag: str, partial: bool) -> Found | None:
     target = path / f"{tag}_partial"
     if not partial:
         whole = path / tag
-        present = whole.is_file() or journal_of(whole).is_file() or stand_in(whole) is not None
-        return Found(Style.FULL, whole, tag) if present else None
-    for place in (aside(target, WRITING), target, aside(target, REPLACED)):  # a save cut short while it renamed
-        if is_complete(place):
+        said = os.path.lexists(path / f"{tag}{SUFFIX}") or os.path.lexists(journal_of(whole))
+        return Found(Style.FULL, whole, tag) if said or whole.is_file() or stand_in(whole) is not None else None
+    writing = aside(target, WRITING)  # a save cut short while it renamed
+    for place in (writing, target, aside(target, REPLACED)):
+        if is_written(place) if place == writing else is_complete(place):
             return Found(Style.PARTIAL, place, tag)
     ours = any(target.glob("random_*_*_*.pt"))  # has lost its manifest: it would resume without masters and checksums
     if any(target.glob("model_*_*.pt")) and not ours:
@@ -107,9 +127,13 @@ def stand_in(whole: Path) -> Path | None:
     return safe if whole.name == "pytorch_model.bin" and not whole.exists() and safe.is_file() else None
 
 
+def _tag(directory: Path) -> str:
+    return directory.name.removesuffix("_partial")
+
+
 def _last_complete(path: Path, partial: bool) -> str | None:
     if partial:
-        names = {place: place.name.removesuffix("_partial") for place in path.glob("*_partial")}
+        names = {place: _tag(place) for place in path.glob("*_partial")}
         times = {name: written_at(place) for place, name in names.items()}
     else:
         names = {place: place.name.removesuffix(SUFFIX) for place in path.glob(f"*{SUFFIX}")}
@@ -119,12 +143,15 @@ def _last_complete(path: Path, partial: bool) -> str | None:
 
 
 def _nothing_there(path: Path, tag: str | None, partial: bool) -> str:
-    partials = sorted(place.name.removesuffix("_partial") for place in path.glob("*_partial") if is_complete(place))
+    partials = sorted(_tag(place) for place in path.glob("*_partial") if is_complete(place))
     fulls = sorted(place.name.removesuffix(SUFFIX) for place in path.glob(f"*{SUFFIX}"))
     kind = "partial" if partial else "full"
     wanted = f"{path} holds no complete {kind} checkpoint" + (f" with the tag {tag!r}" if tag is not None else "")
     there = [f"partial ones: {', '.join(map(repr, partials[-8:]))}"] if partials else []
     there += [f"full ones (partial=False): {', '.join(map(repr, fulls[-8:]))}"] if fulls else []
+    asked = path / (f"{tag}_partial" if partial else f"{tag}")
+    if tag is not None and os.path.lexists(asked):
+        there.insert(0, f"{asked} is {'without a manifest' if partial and asked.is_dir() else 'something else'}")
     if not there and tag is not None:
         there = [describe_existing(str(path / tag))]
     return f"{wanted}; {'; '.join(there)}" if there else f"{wanted}, and no other one"

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from smp.checkpoint.finder import newest_in
-from smp.checkpoint.manifest import NAME
+from smp.checkpoint.manifest import SUFFIX
 from smp.checkpoint.reader import Checkpoint, manifest_path
-from smp.checkpoint.writer import NEWEST, REMOVING, REPLACED, WRITING
+from smp.checkpoint.writer import JOURNAL, NEWEST, REMOVING, REPLACED, WRITING, named
 from smp.errors import CheckpointError
 
 
@@ -41,8 +41,9 @@ def is_checkpoint(path: Path) -> bool:
 
 def checkpoints_in(directory: Path) -> list[Found]:
     """All there are, the oldest first; then those that cannot be opened, and what unfinished saves have left."""
-    full = [path.parent / path.name.removesuffix(f".{NAME}") for path in directory.glob(f"*.{NAME}")]
-    partial = [path for path in directory.iterdir() if path.is_dir() and path.name.endswith("_partial")]
+    full = {path.parent / path.name.removesuffix(SUFFIX) for path in directory.glob(f"*{SUFFIX}")}
+    full |= {named(path, JOURNAL) for path in directory.glob(f".*.{JOURNAL}")}
+    partial = [path for path in directory.iterdir() if path.name.endswith("_partial")]
     left = [path for state in (WRITING, REPLACED, REMOVING) for path in directory.glob(f".*.{state}")]
     opened = [Found.at(path) for path in sorted([*full, *partial])]
     unfinished = [Found(path, None, "left by a save that was cut short") for path in sorted(left)]

@@ -9,6 +9,7 @@ Tensors are gathered one by one, so a rank that does not write holds its part an
 state dict is read likewise, see whole.py.
 """
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -31,7 +32,7 @@ from smp.checkpoint.whole import Names, open_whole
 from smp.comm.entry import together
 from smp.dp.optimizer_state import PARTIAL_KEY
 from smp.fp16.optimizer import SCALER_KEY
-from smp.model_state import may_rename
+from smp.model_state import may_rename, warn_of_rest
 from smp.runtime import Runtime, WaitingLoad
 from smp.tp.origin import origins, tied_names
 
@@ -70,8 +71,7 @@ def save(
 
 
 def _write(rt: Runtime, path: Path, tag: str, save_id: str, objects: Mapping[str, Any]) -> None:
-    path.mkdir(parents=True, exist_ok=True)
-    writer.clean(path)
+    writer.prepare_full(path, tag)
     objects = {name: compact(obj) for name, obj in objects.items()}
     hidden = {writer.aside(path / name, writer.WRITING).name: name for name in objects}
     try:
@@ -140,7 +140,7 @@ class FullLoad:
         module = self._rt.model.module
         hooks = any(part._load_state_dict_pre_hooks for part in module.modules())
         self._by_dict = self._translate is not None or hooks  # through code of the user's, which takes a whole dict
-        known = manifest_path(self._path).is_file()
+        known = os.path.lexists(manifest_path(self._path))
         self._names_later = not known and not self._rt.model.partitioned and may_rename(self._rt, self._rt.model)
         self._load = self._open()
         if self._by_dict or self._names_later:
@@ -162,7 +162,7 @@ class FullLoad:
     def user_content(self) -> Any:
         """What the script saved; None when there is nothing."""
         path = self._checkpoint.file(f"user_content_{self._path.name}")
-        return read_file(path) if path.is_file() else None
+        return read_file(path) if os.path.lexists(path) else None
 
     def settle_groups(self) -> None:
         """As `PartialLoad.settle_groups`."""
@@ -172,7 +172,9 @@ class FullLoad:
     def apply(self) -> None:
         """Puts the values into model and optimizer, or keeps them until the model is partitioned. Collective."""
         if self._by_dict:
-            self._rt.model.load_state_dict(together(self._rt, self._dict), strict=self._options.strict)
+            keys = self._rt.model.load_state_dict(together(self._rt, self._dict), strict=self._options.strict)
+            call = f"resume_from_checkpoint({self._path}, strict=False)"
+            warn_of_rest(call, keys.missing_keys, keys.unexpected_keys)
         if self._rt.model.partitioned:
             self._apply()
         else:

@@ -26,7 +26,7 @@ from smp.comm.entry import together
 from smp.dp import optimizer_state
 from smp.errors import CheckpointError
 from smp.fp16.optimizer import SCALER_KEY
-from smp.model_state import entries_of
+from smp.model_state import differences_of, entries_of, warn_of_rest
 from smp.runtime import Runtime
 from smp.topology import CommGroup
 from smp.tp.origin import Origin, extra_names, origins
@@ -52,6 +52,7 @@ class PartialLoad:
     def __init__(self, rt: Runtime, checkpoint: Checkpoint, options: Options) -> None:
         self._rt, self._checkpoint, self.options = rt, checkpoint, options
         self._near = place_of(rt)
+        self._is_half = rt.config.fp16 or rt.config.bf16
 
     # ---- before anything is known of the partition
 
@@ -68,15 +69,16 @@ class PartialLoad:
         """Names and shapes."""
         known = origins(self._rt.model.module)
         problems = list(self._shape_problems(known))
-        if self._has("model") and self.options.strict:
+        if self._has("model"):
             wanted = {source for origin in known.values() for source in origin.shapes} | set(
                 extra_names(self._rt.model.module)
             )
             there = set(self._checkpoint.sources("model"))
-            if missing := sorted(wanted - there):
-                problems.append(f"missing: {_some(missing)}")
-            if unexpected := sorted(there - wanted):
-                problems.append(f"unexpected: {_some(unexpected)}")
+            missing, unexpected = sorted(wanted - there), sorted(there - wanted)
+            if not self.options.strict:
+                warn_of_rest(f"resume_from_checkpoint({self._checkpoint.path}, strict=False)", missing, unexpected)
+            elif differences := differences_of(missing, unexpected):
+                problems.append(differences)
         if problems:
             name = type(self._rt.model.module).__name__
             raise CheckpointError(f"{self._checkpoint.path} does not fit {name}:\n  " + "\n  ".join(problems))
@@ -150,7 +152,7 @@ class PartialLoad:
             CheckpointError: something that is wanted is not in the checkpoint.
         """
         known = origins(self._rt.model.module)
-        copies = list(self._model_copies(known)) if self._has("model") else []
+        copies = list(self._copies(known))
         extra = {n: self._plain(n) for n in extra_names(self._rt.model.module) if self._checkpoint.stored("model", n)}
         masters = self._masters(known)
         state, scaler = None, None
@@ -175,15 +177,24 @@ class PartialLoad:
 
         return apply
 
-    def _model_copies(self, known: Mapping[str, Origin]) -> Iterator[tuple[Tensor, list[Copy]]]:
-        for entry in entries_of(self._rt.model):
-            if not entry.live:
-                continue
+    def _weights(self) -> Kind | None:
+        """What the weights come from; None: they stay. In a checkpoint without a model, masters are the optimizer's
+        state, and the parameters are these rounded.
+        """
+        if self._has("model"):
+            return "model"
+        return "master" if self._is_half and self._wants_optimizer() and self._has("master") else None
+
+    def _copies(self, known: Mapping[str, Origin]) -> Iterator[tuple[Tensor, list[Copy]]]:
+        """The model's tensors on this rank that get values, and what makes these up."""
+        kind = self._weights()
+        there = set() if kind is None else set(self._checkpoint.sources(kind))
+        for entry in entries_of(self._rt.model) if there else ():
             name, tensor = entry.names[0], entry.tensor.detach()
-            there = set(self._checkpoint.sources("model"))
-            if not self.options.strict and not {block.source for block in known[name].blocks} <= there:
+            all_needed = kind == "model" and self.options.strict
+            if not entry.live or not (all_needed or {block.source for block in known[name].blocks} <= there):
                 continue
-            kinds = _EXACT if tensor.dtype in (torch.float32, torch.float64) else _MODEL
+            kinds = _EXACT if kind == "master" or tensor.dtype in (torch.float32, torch.float64) else _MODEL
             yield tensor, self._found(self._checkpoint.copies(known[name].blocks, kinds, name, self._near))
 
     def _found(self, copies: list[Copy]) -> list[Copy]:
@@ -203,12 +214,13 @@ class PartialLoad:
         return map_tensors(value, lambda tensor: tensor.clone())  # the file may be gone one day
 
     def _masters(self, known: Mapping[str, Origin]) -> dict[str, Tensor]:
-        """fp32 values for the masters that this rank has: they are the weights, so they come with the model."""
-        if self._rt.optimizer is None or not (self._rt.config.fp16 or self._rt.config.bf16) or not self._has("model"):
+        """fp32 values for the masters that this rank has, wherever the weights come from."""
+        kind = self._weights()
+        if self._rt.optimizer is None or kind is None or not self._is_half:
             return {}
         values = {}
         for name, master in self._rt.optimizer.masters_by_name().items():
-            if name in known and all(self._checkpoint.stored("model", s) for s in sources_of(name, known)):
+            if name in known and all(self._checkpoint.stored(kind, s) for s in sources_of(name, known)):
                 values[name] = torch.zeros(master.shape, dtype=torch.float32)
                 self._checkpoint.fill(values[name], known[name].blocks, _EXACT, name, self._near)
         return values

@@ -7,7 +7,9 @@ resume   enter -> found and opened -> checked on all ranks -> applied, or kept u
 
 import os
 import secrets
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial as bind
 from pathlib import Path
@@ -16,12 +18,12 @@ from typing import Any
 from torch import Tensor
 
 from smp import log, runtime
-from smp.checkpoint import background, full, old, writer
+from smp.checkpoint import background, full, manifest, old, writer
 from smp.checkpoint.agreement import Agreement, Waiter
 from smp.checkpoint.content import USER_CONTENT, Content, collect, merge
 from smp.checkpoint.finder import Found, Style, find
 from smp.checkpoint.loading import Options, PartialLoad
-from smp.checkpoint.manifest import SUFFIX, Manifest
+from smp.checkpoint.manifest import SUFFIX
 from smp.checkpoint.partial import place_of
 from smp.checkpoint.random_state import saved_random_state
 from smp.checkpoint.reader import Checkpoint
@@ -35,6 +37,24 @@ _RESUME_ADVICE = "Call smp.resume_from_checkpoint on all ranks, under no conditi
 _SAVE_ADVICE = "Call smp.save_checkpoint on all ranks, under no condition: each decides by itself what it writes."
 
 
+_busy = threading.Lock()
+
+
+@contextmanager
+def _alone(call: str) -> Iterator[None]:
+    """Around a call of which a process makes one at a time."""
+    if not _busy.acquire(blocking=False):
+        raise UsageError(
+            f"{call} was called while another thread of this process saves or resumes a checkpoint: all ranks make "
+            "these calls in the same order, so make them from one thread"
+        )
+    try:
+        yield
+    finally:
+        _busy.release()
+
+
+@_alone("smp.save_checkpoint")
 @log.long_phase("smp.save_checkpoint")
 def save_checkpoint(
     path: str | os.PathLike[str],
@@ -109,6 +129,7 @@ def _save_partial(
         background.start(bind(_run, save, agreement, background.sleep_until(rt.monitor.timeout)))
 
 
+@_alone("smp.resume_from_checkpoint")
 @log.long_phase("smp.resume_from_checkpoint")
 def resume_from_checkpoint(
     path: str | os.PathLike[str],
@@ -297,7 +318,7 @@ class _PartialSave:
     def commit(self) -> None:
         directory = writer.aside(self.target, writer.WRITING)
         paths = [_fragment(directory, rank) for rank in range(self.size)]
-        parts = [Manifest.from_json(path.read_text()) for path in paths]
+        parts = [manifest.read(path) for path in paths]
         whole = merge(parts, {name: file for part in parts for name, file in part.files.items()})
         for path in paths:
             path.unlink()

@@ -2,15 +2,20 @@
 
     path/{tag}_partial/manifest.json      path/{tag}.manifest.json (of a full checkpoint)
 
-JSON, so that a person can read it. It is written last: a directory with a manifest is complete. Pure values.
+JSON, so that a person can read it; its first line holds the checksum of the others. It is written last: a directory
+with a manifest is complete.
 """
 
 import json
+import re
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from smp.checkpoint.layout import Degrees, Place
+from smp.errors import CheckpointError
 from smp.tp.origin import Block
 
 FORMAT = 1
@@ -59,7 +64,7 @@ class StoredFile:
     Attributes:
         size: its bytes.
         place: coordinates of the rank whose part it is; None for what is the same for all.
-        records: bytes and CRC-32 of each record of the archive, by its name there.
+        records: bytes and CRC-32 of each record of the archive, by its name there, and of what is around them.
     """
 
     size: int
@@ -126,20 +131,47 @@ class Manifest:
             "blocks": origins.raw,
             "tensors": tensors,
         }
-        return "\n".join(_lines(raw))
+        return sealed("\n".join(_lines(raw)))
 
     @staticmethod
     def from_json(text: str) -> "Manifest":
-        """Raises ValueError when the text is no manifest that this version knows."""
+        """Raises ValueError when the text is no manifest that this version knows, or is not as it was written."""
         try:
             raw = json.loads(text)
             found = raw["format"]
             if not isinstance(found, int) or found > FORMAT or found < 1:
                 newer = "a newer version of smp wrote it" if isinstance(found, int) and found > FORMAT else "unknown"
                 raise ValueError(f"its format is {found} ({newer}), this version reads format {FORMAT}")
+            if not is_whole(text):
+                raise ValueError("it is damaged, or was edited: the checksum in its first line is not that of the rest")
             return _manifest(raw)
-        except (KeyError, TypeError, IndexError, AttributeError) as error:
+        except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
             raise ValueError(f"it is no manifest of a checkpoint: {type(error).__name__} {error}") from error
+
+
+def read(path: Path) -> Manifest:
+    """The manifest in a file.
+
+    Raises:
+        CheckpointError: it cannot be read; names the file.
+    """
+    try:
+        return Manifest.from_json(path.read_text())
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def sealed(text: str) -> str:
+    """A JSON object, which begins with a line `{`, with the checksum of all its other lines in the first one."""
+    body = text.removeprefix("{\n")
+    return f'{{"crc32": {zlib.crc32(body.encode())},\n{body}'
+
+
+def is_whole(text: str) -> bool:
+    """Whether a manifest, of any format, is as it was written."""
+    first, _, body = text.partition("\n")
+    found = re.fullmatch(r'\{"crc32": (\d+),', first)
+    return found is not None and int(found[1]) == zlib.crc32(body.encode())
 
 
 _PLAIN = ("full", "tag", "save_id", "written", "sharded", "half", "translated", "partition", "shapes", "tied")

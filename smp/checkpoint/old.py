@@ -16,6 +16,7 @@ from smp.checkpoint.loading import Options
 from smp.checkpoint.partial import degrees_of, load, place_of
 from smp.comm.entry import together
 from smp.errors import CheckpointError
+from smp.model_state import warn_of_rest
 from smp.runtime import Runtime
 
 
@@ -26,7 +27,8 @@ def resume(rt: Runtime, found: Found, options: Options) -> Any:
         CheckpointError: it was saved on other degrees, a file is missing or damaged, or it does not fit; on all ranks.
     """
     model_state, optimizer_state, user_content = together(rt, lambda: _read(rt, found, options))
-    rt.model.load_state_dict(model_state, strict=options.strict)
+    keys = rt.model.load_state_dict(model_state, strict=options.strict)
+    warn_of_rest(f"resume_from_checkpoint({found.path}, strict=False)", keys.missing_keys, keys.unexpected_keys)
     if options.load_optimizer and rt.optimizer is not None:
         rt.optimizer.load_state_dict(optimizer_state)
     return user_content

@@ -85,20 +85,20 @@ class Checkpoint:
             CheckpointError: there is none, it was never completed, a newer version wrote it, or a file is missing or
                 cut short; names the file.
         """
-        path = Path(path)
-        source = manifest_path(path)
-        if not path.exists() and not source.exists():
-            raise CheckpointError(f"{path} does not exist")
-        if not source.is_file():
-            raise CheckpointError(
-                f"{source} does not exist: {path} is no complete checkpoint of smp.save_checkpoint (saving it was cut "
-                "short, or another program wrote it)"
-            )
+        source = path = Path(path)
         try:
+            source = manifest_path(path)
             lock = source.open()
             with suppress(OSError):  # where files cannot be locked
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             checkpoint = Checkpoint(path, Manifest.from_json(lock.read()), lock)
+        except FileNotFoundError:
+            if not path.exists():
+                raise CheckpointError(f"{path} does not exist") from None
+            raise CheckpointError(
+                f"{source} does not exist: {path} is no complete checkpoint of smp.save_checkpoint (saving it was cut "
+                "short, or another program wrote it)"
+            ) from None
         except (ValueError, OSError) as error:
             raise CheckpointError(f"{source} cannot be read: {error}") from error
         checkpoint.check_sizes()
@@ -114,9 +114,13 @@ class Checkpoint:
         """Raises `CheckpointError` naming the first file that is missing or has another size than when it was saved."""
         for name, file in self.manifest.files.items():
             path = self.file(name)
-            if not path.is_file():
-                raise CheckpointError(f"{path} is missing: the manifest of the checkpoint names it")
-            size = path.stat().st_size
+            try:
+                if not path.is_file():
+                    what = "is something else" if path.exists() else "is missing"
+                    raise CheckpointError(f"{path} {what}: the manifest of the checkpoint names a file")
+                size = path.stat().st_size
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read: {error}") from error
             if size != file.size:
                 what = "is cut short" if size < file.size else "is another file"
                 raise CheckpointError(f"{path} {what}: it has {size} bytes, the manifest says {file.size}")
@@ -287,7 +291,7 @@ class Checkpoint:
             path = self.file(name)
             try:
                 wrong = damaged_records(path, self.manifest.files[name].records, names)
-            except (OSError, ValueError) as error:
+            except Exception as error:  # whatever a damaged archive leads to
                 wrong = [f"it cannot be read: {error}"]
             found.extend(f"{path} is damaged: {line}" for line in wrong)
 

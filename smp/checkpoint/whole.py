@@ -6,6 +6,7 @@ modules. Files are mapped into memory, so only what a rank copies out of them is
 
 import json
 import math
+import os
 import struct
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -39,7 +40,7 @@ def open_whole(path: Path, module: nn.Module) -> Checkpoint:
     Raises:
         CheckpointError: it is no file of whole tensors, cannot be read, or a tensor has another shape than the model's.
     """
-    if manifest_path(path).is_file():
+    if os.path.lexists(manifest_path(path)):
         return Checkpoint.open(path)
     records: dict[str, tuple[int, int]] = {}
     if path.suffix == ".safetensors":

@@ -8,12 +8,13 @@
                                    (6) what was replaced, and old ones beyond the number kept, are removed
 
 A crash before (2) leaves a directory that nobody takes for a checkpoint; between (2) and (4) `find` takes `.writing`,
-and where there is none `.replaced`. After (2) nothing needs room on the disk.
+and where there is none, or its manifest is damaged, what was there before. After (2) nothing needs room on the disk.
 """
 
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from smp.checkpoint.safe_load import refuse_forbidden
 from smp.errors import CheckpointError
 
 NEWEST = "newest"
-WRITING, REPLACED, REMOVING = "writing", "replaced", "removing"
+WRITING, REPLACED, REMOVING, JOURNAL = "writing", "replaced", "removing", "commit"
 
 
 def _nothing(step: str) -> None:
@@ -51,8 +52,13 @@ class Serialized:
 
 
 def aside(path: Path, state: str) -> Path:
-    """The hidden name that a checkpoint has while it is no checkpoint: of the three states above."""
+    """The hidden name that a checkpoint, or one of its files, has in one of the states above."""
     return path.parent / f".{path.name}.{state}"
+
+
+def named(hidden: Path, state: str) -> Path:
+    """What `aside` was given."""
+    return hidden.parent / hidden.name[1 : -len(state) - 1]
 
 
 def write_files(
@@ -117,17 +123,39 @@ def prepare(path: Path) -> None:
     """Makes the empty directory in which the partial checkpoint `path` is written, and `path`'s own parents.
 
     Raises:
-        CheckpointError: the disk refuses; names the directory.
+        CheckpointError: the disk refuses, or something else has the checkpoint's name; names what it is about.
     """
     directory = aside(path, WRITING)
     on_step("prepare")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _refuse_other(path, stat.S_ISDIR, "the directory of a checkpoint")
         clean(path.parent)
         directory.mkdir()
         flush_directory(path.parent)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise CheckpointError(f"{directory} cannot be made: {error}") from error
+
+
+def prepare_full(directory: Path, tag: str) -> None:
+    """Makes the directory in which the full checkpoint of a tag is written.
+
+    Raises:
+        CheckpointError: as `prepare`.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name in (tag, f"optimizer_{tag}", f"user_content_{tag}", f"{tag}.{manifests.NAME}"):
+            _refuse_other(directory / name, stat.S_ISREG, "a file of a checkpoint")
+        clean(directory)
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be written to: {error}") from error
+
+
+def _refuse_other(path: Path, wanted: Callable[[int], bool], what: str) -> None:
+    """Raises where something else has the name: found out when the new checkpoint gets it, that would be too late."""
+    if os.path.lexists(path) and not (path.is_symlink() or wanted(path.stat().st_mode)):
+        raise CheckpointError(f"{path} is in the way: {what} is to be called so. Move it, or save elsewhere")
 
 
 def discard(path: Path) -> None:
@@ -151,7 +179,7 @@ def commit(path: Path, manifest: Manifest) -> None:
     try:
         os.replace(directory / f".{manifests.NAME}", directory / manifests.NAME)
         flush_directory(directory)
-        if path.exists():
+        if os.path.lexists(path):
             on_step("move the old one aside")
             os.replace(path, replaced)
         on_step("rename")
@@ -161,7 +189,7 @@ def commit(path: Path, manifest: Manifest) -> None:
         os.replace(aside(newest, WRITING), newest)
         flush_directory(path.parent)
     except OSError as error:
-        if replaced.exists() and not path.exists():
+        if os.path.lexists(replaced) and not os.path.lexists(path):
             os.replace(replaced, path)
         raise CheckpointError(f"{path} cannot be written: {error}") from error
 
@@ -194,7 +222,7 @@ def commit_full(directory: Path, manifest: Manifest) -> None:
 
 def journal_of(path: Path) -> Path:
     """Where the manifest of the full checkpoint `path` is while its files get their names."""
-    return path.parent / f".{path.name}.commit"
+    return aside(path, JOURNAL)
 
 
 def _follow_journal(directory: Path, manifest: Manifest) -> None:
@@ -211,36 +239,64 @@ def _follow_journal(directory: Path, manifest: Manifest) -> None:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a directory is a partial checkpoint with a manifest."""
-    return (path / manifests.NAME).is_file()
+    """Whether a directory is a partial checkpoint with a manifest, be it a damaged one. Raises OSError when the
+    directory cannot be read.
+    """
+    try:
+        (path / manifests.NAME).lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def is_written(unfinished: Path) -> bool:
+    """Whether a partial checkpoint that does not have its name yet is complete. With a damaged manifest it is not: what
+    was there before is better.
+    """
+    try:
+        return manifests.is_whole((unfinished / manifests.NAME).read_text())
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def clean(directory: Path) -> None:
     """Ends what saves that were cut short have left in a directory: completes what can be completed, removes the rest.
 
     For a job that is about to save there: nobody else may be saving.
+
+    Raises:
+        CheckpointError: `newest` is no file, or the journal of a full checkpoint cannot be read.
     """
+    _refuse_other(directory / NEWEST, stat.S_ISREG, "the file that names the newest checkpoint")
     for found in sorted(directory.glob(f".*_partial.{WRITING}")):
-        path = directory / found.name[1 : -len(WRITING) - 1]
-        if not is_complete(found):
-            shutil.rmtree(found)
-        elif path.exists():
+        path = named(found, WRITING)
+        if not is_written(found):
+            _remove_tree(found)
+        elif os.path.lexists(path):
             os.replace(path, aside(path, REPLACED))
             os.replace(found, path)
         else:
             os.replace(found, path)
     for found in sorted(directory.glob(f".*_partial.{REPLACED}")):
-        path = directory / found.name[1 : -len(REPLACED) - 1]
-        if path.exists():
-            shutil.rmtree(found)
+        path = named(found, REPLACED)
+        if os.path.lexists(path):
+            _remove_tree(found)
         else:
             os.replace(found, path)
     for found in directory.glob(f".*_partial.{REMOVING}"):
-        shutil.rmtree(found)
-    for found in directory.glob(".*.commit"):
-        _follow_journal(directory, Manifest.from_json(found.read_text()))
+        _remove_tree(found)
+    for found in directory.glob(f".*.{JOURNAL}"):
+        _follow_journal(directory, manifests.read(found))
     for found in directory.glob(f".*.{WRITING}"):
-        found.unlink()
+        _remove_tree(found)
+
+
+def _remove_tree(path: Path) -> None:
+    """Removes what has one of our hidden names, whatever it is."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def remove_old(path: Path, num_kept: int | None) -> None:
@@ -251,7 +307,8 @@ def remove_old(path: Path, num_kept: int | None) -> None:
     """
     on_step("retention")
     try:
-        shutil.rmtree(aside(path, REPLACED), ignore_errors=True)
+        if os.path.lexists(aside(path, REPLACED)):
+            _remove_tree(aside(path, REPLACED))
         if num_kept is not None:
             times = {other: written_at(other) for other in path.parent.glob("*_partial") if other != path}
             others = sorted((time, other) for other, time in times.items() if time is not None)
@@ -264,8 +321,8 @@ def remove_old(path: Path, num_kept: int | None) -> None:
 def written_at(path: Path) -> float | None:
     """When the partial checkpoint in a directory was saved; None when it has no manifest that this version knows."""
     try:
-        return Manifest.from_json((path / manifests.NAME).read_text()).written
-    except (ValueError, OSError):
+        return manifests.read(path / manifests.NAME).written
+    except CheckpointError:
         return None
 
 

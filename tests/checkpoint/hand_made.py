@@ -63,8 +63,7 @@ def save_full(path: Path, tag: str, value: float, optimizer: bool = True) -> Non
     objects: dict[str, Any] = {tag: {"w": value * WHOLE}}
     if optimizer:
         objects[f"optimizer_{tag}"] = {"state": {}, "param_groups": [], "value": value}
-    path.mkdir(exist_ok=True)
-    writer.clean(path)
+    writer.prepare_full(path, tag)
     files = {}
     for name, obj in objects.items():
         place = writer.aside(path / name, writer.WRITING)

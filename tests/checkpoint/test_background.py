@@ -9,7 +9,7 @@ import torch
 
 import smp
 from smp.checkpoint import background, writer
-from smp.errors import CheckpointError
+from smp.errors import CheckpointError, UsageError
 from tests.checkpoint.small import Job, assert_equal, grid
 from tests.harness import launch, on_ranks
 from tests.stateful import shared_directory
@@ -96,6 +96,32 @@ def test_a_failure_on_one_rank_is_raised_on_all_at_the_next_call():
         assert sorted(os.listdir(directory)) == ["b_partial", "newest"]
 
 
+@on_ranks(2, config=TWO, timeout=200)
+def test_two_threads_that_save_at_once_are_refused():
+    """Ranks on which they came in another order would write one checkpoint of two, or wait for each other."""
+    with shared_directory() as directory, pytest.MonkeyPatch.context() as patch:
+        gate, entered = Gate(patch), threading.Event()
+
+        def step(name):
+            entered.set()
+            gate(name)
+
+        patch.setattr(writer, "on_step", step)
+        job = Job(TWO)
+        job.step(0)
+        thread = threading.Thread(target=job.save, args=(directory, "a"))
+        thread.start()
+        assert entered.wait(60)
+        for call in (lambda: job.save(directory, "b"), lambda: smp.resume_from_checkpoint(directory)):
+            with pytest.raises(UsageError, match="another thread of this process saves or resumes"):
+                call()
+        gate.opened.set()
+        thread.join()
+        job.save(directory, "b")
+        assert sorted(os.listdir(directory)) == ["a_partial", "b_partial", "newest"]
+        smp.barrier()
+
+
 def test_host_copies_are_used_again():
     """New memory has to be mapped first, which takes longer than copying: the stall would be several times as long."""
     copies = background.HostCopies()
@@ -143,3 +169,46 @@ def test_leaving_the_program_waits_for_the_save(ranks, fails, tmp_path):
     else:
         assert done.returncode == 0, done.stdout
         assert sorted(os.listdir(tmp_path)) == ["last_partial", "newest"]
+
+
+JOB = """
+import os, signal, sys, time
+import torch
+import smp
+from smp.checkpoint import writer
+smp.init({"pipeline_parallel_degree": 1, "ddp": True})
+model = smp.DistributedModel(torch.nn.Linear(3, 3))
+path, end = sys.argv[1:]
+if os.path.exists(path + "/newest"):
+    smp.resume_from_checkpoint(path)
+    smp.save_checkpoint(path, "next", model=model)
+else:
+    smp.save_checkpoint(path, "before", model=model)
+    writer.on_step = lambda name: time.sleep(name.startswith("write model"))
+    smp.save_checkpoint(path, "last", model=model, blocking=False)
+    exec(end)
+"""
+ENDS = {
+    "raise RuntimeError('on purpose')": "RuntimeError: on purpose",
+    "if smp.rank() == smp.size() - 1: raise RuntimeError('on purpose')": "RuntimeError: on purpose",
+    "raise KeyboardInterrupt": "KeyboardInterrupt",
+    "os.kill(os.getpid(), signal.SIGINT); time.sleep(5)": "KeyboardInterrupt",
+    "sys.exit(3)": "",
+    "torch.distributed.destroy_process_group()": "",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("end", ENDS)
+def test_a_program_that_ends_while_it_saves_leaves_whole_checkpoints_only(ranks, end, tmp_path):
+    """The exit must not wait for ever, nor hide why the program ended; the next job resumes and cleans up."""
+    done = launch(JOB, ranks, args=(str(tmp_path), end), timeout=60)
+    assert ENDS[end] in done.stdout
+    assert (done.returncode != 0) == (ENDS[end] != "" or "exit" in end), done.stdout
+    names = {"before_partial", "last_partial", "newest"}
+    if ranks == 1 or not ENDS[end]:  # of several ranks the first one that fails ends the job at once
+        assert set(os.listdir(tmp_path)) == names, done.stdout
+    done = launch(JOB, ranks, args=(str(tmp_path), ""), timeout=60)
+    assert done.returncode == 0, done.stdout
+    assert set(os.listdir(tmp_path)) | {"last_partial"} == names | {"next_partial"}

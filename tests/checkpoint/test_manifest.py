@@ -5,7 +5,7 @@ import json
 import pytest
 
 from smp.checkpoint.layout import Degrees, Place
-from smp.checkpoint.manifest import FORMAT, Manifest, StoredFile, StoredGroup, StoredTensor
+from smp.checkpoint.manifest import FORMAT, Manifest, StoredFile, StoredGroup, StoredTensor, is_whole, sealed
 from smp.tp.origin import Block
 
 BLOCKS = (Block("h.0.q.weight", (0, 4), (8, 4), (0, 0), True), Block("h.0.k.weight", (0, 0), (8, 4), (4, 0)))
@@ -53,13 +53,29 @@ def test_a_manifest_survives_the_file():
 )
 def test_what_is_no_manifest_of_this_version_is_refused(change, says):
     """A newer format read with today's eyes could load half of a checkpoint without a word."""
+    text = json.dumps(change(json.loads(MANIFEST.to_json())))
     with pytest.raises(ValueError, match=says):
-        Manifest.from_json(json.dumps(change(json.loads(MANIFEST.to_json()))))
+        Manifest.from_json(sealed(text.replace("{", "{\n", 1)) if text.startswith("{") else text)
+    if f"{FORMAT + 1}" in says:  # whose checksum, if it has any, may lie elsewhere
+        with pytest.raises(ValueError, match=says):
+            Manifest.from_json(text)
+
+
+def test_an_edited_manifest_is_refused():
+    """A dtype or a place that is another one than was written would make wrong weights of right bytes."""
+    text = MANIFEST.to_json()
+    assert json.loads(text)["format"] == FORMAT and is_whole(text)
+    for old, new in [("bfloat16", "float16"), ("[0, 4]", "[4, 0]"), ('"step"', '"stop"'), ("\n}", "\n }"), ("\n", "")]:
+        edited = text.replace(old, new, 1)
+        assert edited != text and json.loads(edited)
+        with pytest.raises(ValueError, match="damaged, or was edited"):
+            Manifest.from_json(edited)
 
 
 def test_a_torn_manifest_is_refused():
     """A manifest cut off anywhere is no manifest."""
     text = MANIFEST.to_json()
-    for length in range(0, len(text) - 2, 7):
+    for length in range(len(text)):
+        assert not is_whole(text[:length])
         with pytest.raises(ValueError):
             Manifest.from_json(text[:length])

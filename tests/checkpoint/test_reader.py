@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from smp.checkpoint import reader
+from smp.checkpoint.__main__ import main
 from smp.checkpoint.reader import Checkpoint
 from smp.errors import CheckpointError
 from smp.tp.origin import Block
@@ -69,15 +70,60 @@ def damage(path, how):
         path.write_bytes(b"")
     elif how == "noise":
         path.write_bytes(bytes(len(whole)))
+    elif how == "edited":  # a manifest's: another dtype
+        path.write_bytes(whole.replace(b"float", b"bfloat", 1))
+    elif how == "directory":
+        path.unlink()
+        path.mkdir()
+    elif how == "dangling":
+        path.unlink()
+        path.symlink_to("nowhere")
 
 
-@pytest.mark.parametrize("how", ["cut", "bit", "missing", "longer", "empty", "noise"])
+HOW = ["cut", "missing", "longer", "empty", "noise", "directory", "dangling"]
+
+
+@pytest.mark.parametrize("how", [*HOW, "bit"])
 @pytest.mark.parametrize("name", ["model_0_1.pt", "optimizer_0_0.pt"])
 def test_a_damaged_file_is_named(saved, how, name):
     """The user restores one file, not a whole checkpoint; and nothing damaged is trained on."""
     damage(saved / name, how)
     with pytest.raises(CheckpointError, match=f"a_partial/{name} (is|has|cannot)"):
         Checkpoint.open(saved).verify()
+
+
+@pytest.mark.parametrize("how", [*HOW, "edited"])
+@pytest.mark.parametrize("full", [False, True])
+def test_a_damaged_manifest_is_named_by_all_who_read_it(tmp_path, capsys, how, full):
+    """With another dtype or place in it, right bytes become wrong weights."""
+    (save_full if full else save)(tmp_path, "a", 2)
+    path = tmp_path / ("a" if full else "a_partial")
+    manifest = reader.manifest_path(path)
+    damage(manifest, how)
+    with pytest.raises(CheckpointError, match=f"{manifest} (cannot be read|does not exist)"):
+        Checkpoint.open(path)
+    for command in ("verify", "inspect", "consolidate"):
+        out = [str(tmp_path / "out.pt")] if command == "consolidate" else []
+        assert main([command, str(path), *out]) == 2
+        assert f"{manifest} " in capsys.readouterr().err
+    if not (full and how == "missing"):  # then it may be any file
+        assert main(["verify", str(tmp_path)]) == 1
+        assert f"{manifest} " in capsys.readouterr().out
+
+
+def test_a_flipped_byte_anywhere_is_noticed_or_makes_no_difference(saved):
+    """In the directory of an archive there are places and lengths, by which other code goes before it compares."""
+    path = saved / "model_0_0.pt"
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 7):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x81]) + whole[at + 1 :])
+        said = ""
+        try:
+            checkpoint = Checkpoint.open(saved)
+            checkpoint.verify()
+        except CheckpointError as error:
+            said = str(error)
+        assert "model_0_0.pt" in said if said else factor(checkpoint.read("model", "w")) == 2
 
 
 def test_every_flipped_byte_of_a_tensor_is_noticed(saved):

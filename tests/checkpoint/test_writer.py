@@ -5,6 +5,7 @@ import os
 import pytest
 
 from smp.checkpoint import writer
+from smp.checkpoint.__main__ import main
 from smp.checkpoint.finder import find, newest_in
 from smp.checkpoint.reader import Checkpoint
 from smp.errors import CheckpointError
@@ -16,12 +17,12 @@ class Killed(BaseException):
 
 
 def killed_at(monkeypatch, number, work):
-    """Runs `work`, cut short before step `number`; whether it had so many."""
+    """Runs `work`, cut short before step `number`, or the one of that name; whether it had such a step."""
     seen = []
 
     def step(name):
         seen.append(name)
-        if len(seen) == number:
+        if number in (len(seen), name):
             raise Killed
 
     with monkeypatch.context() as patch:
@@ -95,15 +96,7 @@ def test_old_checkpoints_are_removed_and_the_only_one_never(tmp_path):
 def test_retention_cut_short_leaves_no_half_checkpoint(tmp_path, monkeypatch, step):
     """One of which half is removed must not be taken for a checkpoint."""
     save(tmp_path, "1", 1)
-
-    def die(name):
-        if name == step:
-            raise Killed
-
-    monkeypatch.setattr(writer, "on_step", die)
-    with pytest.raises(Killed):
-        save(tmp_path, "2", 2, num_kept=1)
-    monkeypatch.undo()
+    assert killed_at(monkeypatch, step, lambda: save(tmp_path, "2", 2, num_kept=1))
     assert found_value(tmp_path, partial=True) == 2
     save(tmp_path, "3", 3, num_kept=1)
     assert sorted(os.listdir(tmp_path)) == ["3_partial", "newest"]
@@ -129,6 +122,75 @@ def test_a_disk_that_refuses_is_named_and_leaves_the_old_one(tmp_path, monkeypat
     save(tmp_path, "10", 3)
     assert found_value(tmp_path, partial=True) == 3
     assert hidden(tmp_path) == []
+
+
+def edit(manifest):
+    """Another dtype: the text stays JSON, and every tensor's bytes right."""
+    text = manifest.read_text()
+    assert "float32" in text
+    manifest.write_text(text.replace("float32", "float16", 1))
+
+
+@pytest.mark.parametrize("step", ["move the old one aside", "rename", "newest"])
+def test_a_save_cut_short_whose_manifest_is_damaged_gives_way_to_what_was_there(tmp_path, monkeypatch, step):
+    """Its files cannot be read without it; what they were to replace is whole."""
+    save(tmp_path, "10", 1)
+    assert killed_at(monkeypatch, step, lambda: save(tmp_path, "10", 2))
+    if step == "newest":  # it has its name
+        edit(tmp_path / "10_partial" / "manifest.json")
+        with pytest.raises(CheckpointError, match=r"10_partial/manifest.json cannot be read: it is damaged, or was ed"):
+            found_value(tmp_path, partial=True)
+        return
+    edit(tmp_path / ".10_partial.writing" / "manifest.json")
+    assert found_value(tmp_path, partial=True) == 1
+    save(tmp_path, "20", 3)
+    assert hidden(tmp_path) == []
+    assert found_value(tmp_path, partial=True) == 3
+    (tmp_path / "newest").write_text("10")
+    assert found_value(tmp_path, partial=True) == 1
+
+
+def test_a_damaged_journal_of_a_full_checkpoint_is_named(tmp_path, monkeypatch, capsys):
+    """It says which files are new and which are not yet: without it nobody can tell, so nothing may be removed."""
+    save_full(tmp_path, "10", 1)
+    assert killed_at(monkeypatch, "rename optimizer_10", lambda: save_full(tmp_path, "10", 2))
+    edit(tmp_path / ".10.commit")
+    before = sorted(os.listdir(tmp_path))
+    for call in (lambda: found_value(tmp_path, partial=False), lambda: save_full(tmp_path, "20", 3)):
+        with pytest.raises(CheckpointError, match=r"\.10\.commit cannot be read: it is damaged"):
+            call()
+    assert sorted(os.listdir(tmp_path)) == before
+    assert main(["verify", str(tmp_path)]) == 1
+    assert ".10.commit cannot be read" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("partial", [True, False])
+@pytest.mark.parametrize("name", ["newest", ""])
+def test_what_is_in_the_way_is_named_before_anything_is_written(tmp_path, partial, name):
+    """Found out at the end it would leave a checkpoint of which the script was told that it was not saved."""
+    store = save if partial else save_full
+    path = tmp_path / (name or ("10_partial" if partial else "10"))
+    if name or not partial:
+        path.mkdir()
+        (path / "mine").touch()
+    else:
+        path.touch()
+    with pytest.raises(CheckpointError, match=f"{path} is in the way"):
+        store(tmp_path, "10", 1)
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.is_file() or os.listdir(path) == ["mine"]
+
+
+def test_a_link_in_the_place_of_the_old_one_is_replaced_and_what_it_points_to_stays(tmp_path):
+    """Users move checkpoints to other disks and leave links."""
+    save(tmp_path, "10", 1)
+    (tmp_path / "10_partial").rename(tmp_path / "moved")
+    (tmp_path / "10_partial").symlink_to("moved")
+    assert found_value(tmp_path, partial=True) == 1
+    save(tmp_path, "10", 2)
+    assert found_value(tmp_path, partial=True) == 2
+    assert sorted(os.listdir(tmp_path)) == ["10_partial", "moved", "newest"]
+    assert (tmp_path / "moved" / "manifest.json").is_file()
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path):
@@ -168,5 +230,8 @@ def test_a_checkpoint_that_lost_its_manifest_is_not_taken_for_an_old_one(tmp_pat
     (directory / "model_0_0.pt").touch()
     assert find(tmp_path, "a", True).path == directory  # made by an old script
     (directory / "random_0_0_0.pt").touch()
-    with pytest.raises(CheckpointError, match="no complete partial checkpoint"):
+    with pytest.raises(CheckpointError, match="no complete partial checkpoint.*a_partial is without a manifest"):
         find(tmp_path, "a", True)
+    (tmp_path / "b_partial").touch()
+    with pytest.raises(CheckpointError, match="no complete partial checkpoint.*b_partial is something else"):
+        find(tmp_path, "b", True)

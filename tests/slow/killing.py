@@ -11,6 +11,7 @@ variables of torchrun. What they have to say goes to a journal, a line at a time
 import atexit
 import faulthandler
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -46,6 +47,7 @@ CONFIG = {
 }
 KEPT = 2  # checkpoints
 ALLOWED = 60.0  # seconds for a job
+ROOMS = (0, 8 << 10, 40 << 10)  # bytes on a full disk, of the some hundred thousand that a checkpoint takes
 
 
 class Kill(NamedTuple):
@@ -218,7 +220,8 @@ def save_once(root: Path, job: int, kill: Kill | None) -> None:
 
 
 def save_on_a_full_disk(root: Path, job: int, is_small: bool) -> None:
-    """Saves; is refused when nothing fits on the disk, in the foreground and in the background; saves again.
+    """Saves; is refused when nothing, or not all, fits on the disk, in the foreground and in the background; saves
+    again.
 
     `is_small`: the disk is, and is filled. Otherwise files are not allowed to grow.
     """
@@ -228,17 +231,17 @@ def save_on_a_full_disk(root: Path, job: int, is_small: bool) -> None:
     run.step()
     run.save()
     before = sorted(os.listdir(run.path)), (run.path / "newest").read_text()
-    for blocking in (True, False):
+    for room, blocking in itertools.product(ROOMS, (True, False)):
         run.step()
         text = "nothing"
-        with no_space(run.path.parent, is_small):
+        with no_space(run.path.parent, is_small, room):
             try:
                 run.save(blocking)
                 smp.wait_for_checkpoint()
             except smp.CheckpointError as error:
                 text = str(error)
             smp.barrier()
-        run.tell("refused", blocking=blocking, text=text)
+        run.tell("refused", blocking=blocking, room=room, text=text)
         after = sorted(os.listdir(run.path)), (run.path / "newest").read_text()
         expect(after == before, f"{after} instead of {before}")
         smp.barrier()
@@ -247,12 +250,14 @@ def save_on_a_full_disk(root: Path, job: int, is_small: bool) -> None:
 
 
 @contextmanager
-def no_space(disk: Path, is_small: bool) -> Iterator[None]:
-    """Nobody can write anything as long as this lasts."""
+def no_space(disk: Path, is_small: bool, room: int) -> Iterator[None]:
+    """Nobody can write more than `room` bytes, and a few, as long as this lasts: all together to a small disk, or to
+    one file.
+    """
     smp.barrier()
     if not is_small:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100 + room, limits[1]))
         try:
             yield
         finally:
@@ -263,6 +268,8 @@ def no_space(disk: Path, is_small: bool) -> Iterator[None]:
         with suppress(OSError), ballast.open("wb", buffering=0) as out:
             while True:
                 out.write(bytes(4096))
+    if smp.rank() == 0:
+        os.truncate(ballast, ballast.stat().st_size - room)
     smp.barrier()
     yield
     if smp.rank() == 0:
@@ -440,20 +447,22 @@ def kill_at_each_point(root: Path) -> None:
 def fill_disk(root: Path, is_small: int) -> None:
     """Two jobs, the second resumes from what the first one left."""
     driver = Driver(root)
-    statuses, told = driver.run(ledger, 8)
+    saved = 2 * (1 + 2 * len(ROOMS))
+    statuses, told = driver.run(ledger, saved + 2)
     checker = Checker(told)
     for job in ("first job", "second job"):
         statuses, told = driver.run(save_on_a_full_disk, bool(is_small))
         expect(not any(statuses), f"{job}: {statuses}")
         refused = [line for line in told if line["event"] == "refused"]
-        places = {(line["rank"], line["blocking"]) for line in refused}
-        expect(len(places) == len(refused) == 2 * RANKS, f"{job}: {refused}")
-        for blocking in (True, False):
-            texts = {line["text"] for line in refused if line["blocking"] is blocking}
-            expect(len(texts) == 1, f"{job}: {texts}")
-            print(f"refused, blocking={blocking}: {texts.pop()}")
+        texts: dict[tuple[bool, int], list[str]] = {}
+        for line in refused:
+            texts.setdefault((line["blocking"], line["room"]), []).append(line["text"])
+        expect(len(texts) == 2 * len(ROOMS), f"{job}: {refused}")
+        for (blocking, room), said in texts.items():
+            expect(len(said) == RANKS and len(set(said)) == 1 and "cannot be" in said[0], f"{job}: {said}")
+            print(f"refused, blocking={blocking}, room for {room}: {said[0]}")
         checker.check(job, statuses, told)
-    expect(checker.complete == 6, f"the newest complete checkpoint is {checker.complete}")
+    expect(checker.complete == saved, f"the newest complete checkpoint is {checker.complete}")
 
 
 def main() -> None:
