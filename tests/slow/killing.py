@@ -251,13 +251,13 @@ def save_on_a_full_disk(root: Path, job: int, is_small: bool) -> None:
 
 @contextmanager
 def no_space(disk: Path, is_small: bool, room: int) -> Iterator[None]:
-    """Nobody can write more than `room` bytes, and a few, as long as this lasts: all together to a small disk, or to
-    one file.
+    """Nobody can write more than `room` bytes as long as this lasts: all together to a small disk. Elsewhere to one
+    file 100 bytes and an eighth of it.
     """
     smp.barrier()
     if not is_small:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100 + room, limits[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100 + room // 8, limits[1]))
         try:
             yield
         finally:

@@ -53,11 +53,11 @@ REFUSED = ("refused, blocking=True, room for 0: ", "refused, blocking=False, roo
 
 def test_a_full_disk_is_named_by_every_rank_and_leaves_the_last_checkpoint(small_disk: Path) -> None:
     """In the foreground and in the background; when there is room again this job saves, the next one resumes."""
-    output = run("fill", str(small_disk), "1", timeout=60)
+    output = run("fill", str(small_disk), "1", timeout=120)
     assert all(text in output for text in REFUSED) and "No space left on device" in output, output
 
 
 def test_files_that_may_not_grow_are_named_by_every_rank(tmp_path: Path) -> None:
     """The same with a limit on the size of files, for machines where no disk can be mounted."""
-    output = run("fill", str(tmp_path), "0", timeout=60)
+    output = run("fill", str(tmp_path), "0", timeout=120)
     assert all(text in output for text in REFUSED) and "File too large" in output, output
