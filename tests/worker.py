@@ -136,6 +136,33 @@ def _format(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, where))
 
 
+def drain() -> None:
+    """Takes what the last test has left in the pipes: starting a world anew takes long."""
+    from smp import runtime
+    from smp.comm.mpi import MpiTransport
+    from smp.topology import CommGroup
+
+    runtime.init({"ddp": True})
+    current = runtime.get()
+    assert isinstance(current.transport, MpiTransport)
+    mpi, transport = current.transport.mpi, current.transport
+    for posted in [*transport.arriving, *(one for row in transport.waiting.values() for one in row)]:
+        for request in (posted.header_request, *posted._parts):
+            if request:
+                request.Cancel()
+                request.Wait()
+    transport.arriving.clear()
+    transport.waiting.clear()
+    status = mpi.Status()
+    for _ in range(3):
+        transport.barrier(current.group(CommGroup.WORLD))
+        time.sleep(0.01)
+        for comm in (comm for comms in transport.comms.values() for comm in comms):
+            while message := comm.Improbe(mpi.ANY_SOURCE, mpi.ANY_TAG, status):
+                message.Recv([bytearray(status.Get_count(mpi.BYTE)), mpi.BYTE])
+        transport.progress()
+
+
 def check_health() -> None:
     """After a failed test: raises unless the ranks still understand each other and nothing is left in the pipes."""
     from smp import runtime
