@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import smp
 from smp import runtime
@@ -89,25 +88,7 @@ def rows_of(batch: Any, begin: int, end: int) -> Any:
 
 
 def plain_run(case: Case, setup: Setup, optimizer: Optimizer = sgd, batches_over: int = 1, number: int = 0) -> Result:
-    """One plain process; `batches_over` parts of the job's batch, of which part `number` gives the losses returned.
-
-    Computed once for all comparisons with the same (the last ones are kept).
-    """
-    length = (setup.steps, setup.passes, setup.microbatches, setup.rows, setup.dtype)
-    patched = (torch.get_default_dtype(), F.dropout)  # by some tests
-    key = (case.build, case.batch, case.loss_of, *length, optimizer, batches_over, number, *patched)
-    if key not in _plain_runs:
-        if len(_plain_runs) == MAX_KEPT:
-            del _plain_runs[next(iter(_plain_runs))]
-        _plain_runs[key] = _plain_run(case, setup, optimizer, batches_over, number)
-    return _plain_runs[key]
-
-
-_plain_runs: dict[Any, Result] = {}
-MAX_KEPT = 50
-
-
-def _plain_run(case: Case, setup: Setup, optimizer: Optimizer, batches_over: int, number: int) -> Result:
+    """One plain process; `batches_over` parts of the job's batch, of which part `number` gives the losses returned."""
     model = build(case, setup.dtype)
     opt = optimizer(model.parameters())
     size = setup.rows * setup.microbatches

@@ -138,7 +138,7 @@ def test_hidden_states_and_attentions_of_every_layer_can_be_had(name, auto):
             return torch.stack([(tensor**2).mean() for tensor in inner]).sum()
         return seen_inside(output)
 
-    check(replace(case, build=telling, loss_of=loss_of), Setup(pp=4, microbatches=2, steps=2, auto=auto))
+    check(replace(case, build=telling, loss_of=loss_of), Setup(pp=4, microbatches=4, steps=3, auto=auto))
 
 
 @pytest.mark.parametrize("auto", [False, True], ids=["placed", "auto"])
