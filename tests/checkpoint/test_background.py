@@ -176,6 +176,7 @@ import os, signal, sys, time
 import torch
 import smp
 from smp.checkpoint import writer
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell is started without it
 smp.init({"pipeline_parallel_degree": 1, "ddp": True})
 model = smp.DistributedModel(torch.nn.Linear(3, 3))
 path, end = sys.argv[1:]
