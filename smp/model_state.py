@@ -25,7 +25,7 @@ from smp.comm.entry import enter_collective, raise_alike
 from smp.comm.transport import Channel
 from smp.dp.optimizer_state import PARTIAL_KEY
 from smp.errors import CheckpointError, UsageError
-from smp.runtime import Runtime, WaitingLoad
+from smp.runtime import Runtime
 from smp.topology import CommGroup
 from smp.tp.contexts import mark_of
 from smp.tp.origin import extra_names, is_extra
@@ -307,7 +307,7 @@ def load_state_dict(
         keys = _apply(rt, model, load)
         warn_of_rest("model.load_state_dict(strict=False)", keys.missing_keys, keys.unexpected_keys)
 
-    rt.waiting_loads.append(WaitingLoad(later, of_model=True, of_optimizer=False))
+    rt.load_once_partitioned(later, of_model=True, of_optimizer=False)
     return _IncompatibleKeys([], [])
 
 

@@ -19,7 +19,6 @@ from smp.dp.ownership import Ownership
 from smp.dp.reduction import all_reduce
 from smp.errors import CheckpointError, StepError, UsageError
 from smp.fp16.optimizer import MASTERS_KEY, SCALER_KEY, FP16_Optimizer
-from smp.runtime import WaitingLoad
 from smp.topology import CommGroup
 from smp.tp.carry import is_merged
 from smp.tp.shard import spec_of
@@ -294,7 +293,7 @@ class DistributedOptimizer(FP16_Optimizer):
             return
         optimizer_state.agree(rt, lambda: self.load_options(state_dict["param_groups"]))
         load = bind(self._load, state_dict, keep_options=True)
-        rt.waiting_loads.append(WaitingLoad(load, of_model=False, of_optimizer=True))
+        rt.load_once_partitioned(load, of_model=False, of_optimizer=True)
 
     def load_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Gives the groups saved options (the learning rate ..), all but their parameters.

@@ -84,6 +84,13 @@ class Runtime:
         """The group of that kind that this rank is in."""
         return self._groups[kind]
 
+    def load_once_partitioned(self, load: Callable[[], object], *, of_model: bool, of_optimizer: bool) -> None:
+        """Does it now where the model is partitioned, else when it is, after what waits already."""
+        if self.model is not None and self.model.partitioned:
+            load()
+        else:
+            self.waiting_loads.append(WaitingLoad(load, of_model, of_optimizer))
+
     def run_waiting_loads(self) -> None:
         """Does them, the last one last: the model is partitioned, and the optimizer has its parameters."""
         loads, self.waiting_loads = self.waiting_loads, []

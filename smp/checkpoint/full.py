@@ -33,7 +33,7 @@ from smp.comm.entry import together
 from smp.dp.optimizer_state import PARTIAL_KEY
 from smp.fp16.optimizer import SCALER_KEY
 from smp.model_state import may_rename, warn_of_rest
-from smp.runtime import Runtime, WaitingLoad
+from smp.runtime import Runtime
 from smp.tp.origin import origins, tied_names
 
 Translation = Callable[[dict[str, Any]], dict[str, Any]]
@@ -175,10 +175,7 @@ class FullLoad:
             keys = self._rt.model.load_state_dict(together(self._rt, self._dict), strict=self._options.strict)
             call = f"resume_from_checkpoint({self._path}, strict=False)"
             warn_of_rest(call, keys.missing_keys, keys.unexpected_keys)
-        if self._rt.model.partitioned:
-            self._apply()
-        else:
-            self._rt.waiting_loads.append(WaitingLoad(self._apply, of_model=True, of_optimizer=True))
+        self._rt.load_once_partitioned(self._apply, of_model=True, of_optimizer=True)
 
     def _dict(self) -> dict[str, Any]:
         values = dict(self._checkpoint.load(self._path.name))

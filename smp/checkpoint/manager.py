@@ -30,7 +30,7 @@ from smp.checkpoint.reader import Checkpoint
 from smp.checkpoint.safe_load import serialize
 from smp.comm.entry import enter_collective, together
 from smp.errors import CheckpointError, SmpError, UsageError
-from smp.runtime import Runtime, WaitingLoad
+from smp.runtime import Runtime
 from smp.topology import CommGroup
 
 _RESUME_ADVICE = "Call smp.resume_from_checkpoint on all ranks, under no condition: each reads what it needs."
@@ -209,10 +209,7 @@ def _resume_partial(rt: Runtime, found: Found, options: Options) -> Any:
         apply_values()
         checkpoint.close()
 
-    if rt.model.partitioned:
-        apply()
-    else:
-        rt.waiting_loads.append(WaitingLoad(apply, of_model=True, of_optimizer=True))
+    rt.load_once_partitioned(apply, of_model=True, of_optimizer=True)
     restore_random()
     return user_content
 

@@ -74,7 +74,7 @@ def write_files(
     with ExitStack() as still_open:
         for name, obj in objects.items():
             path = directory / name
-            with _named(path):
+            with _writing(path):
                 on_step(f"write {name}")
                 with path.open("wb") as out:
                     if isinstance(obj, Serialized):
@@ -87,7 +87,7 @@ def write_files(
                     refuse_forbidden(path, name)
                 written[name] = file_entry(path, places[name])
         for name, descriptor in descriptors.items():
-            with _named(directory / name):
+            with _writing(directory / name):
                 on_step(f"flush {name}")
                 os.fsync(descriptor)
     flush_directory(directory)
@@ -95,7 +95,7 @@ def write_files(
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
+def _writing(path: Path) -> Iterator[None]:
     """Says which file it is when the disk refuses."""
     try:
         yield
@@ -114,7 +114,7 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         CheckpointError: the disk refuses; names the file.
     """
-    with _named(path), path.open("w") as out:
+    with _writing(path), path.open("w") as out:
         out.write(text)
         flush_file(out)
 
