@@ -1,7 +1,6 @@
 """DistributedTransformerLMHead with stages and replicas, against its undistributed twin in one process."""
 
 import copy
-import functools
 from typing import Any
 
 import pytest
@@ -44,12 +43,6 @@ class Model(nn.Module):
 
 def cases(options: dict[str, Any]) -> tuple[Case, Case]:
     """The distributed model and its twin, from the same weights."""
-    return _cases(tuple(options.items()))
-
-
-@functools.cache  # the same twin is computed once
-def _cases(items: tuple[tuple[str, Any], ...]) -> tuple[Case, Case]:
-    options = dict(items)
 
     def batch(rows: int, generator: torch.Generator) -> dict[str, Any]:
         ids = torch.randint(options["vocab_size"], (rows, LENGTH), generator=generator)

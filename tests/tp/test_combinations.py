@@ -1,7 +1,6 @@
 """Distributed language models and transformers, made as scripts make them, with stages, replicas, schedules and
 activation checkpointing, against one plain process: losses, gradients, updated weights."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -64,18 +63,11 @@ def places(options: dict[str, Any]) -> list[tuple[str, float]]:
     ]
 
 
-@functools.cache  # the same plain model is computed once
-def cases(items: tuple[tuple[str, Any], ...]) -> tuple[Case, Case]:
-    """The plain model and the split one."""
-    options = dict(items)
-    batch, where = batch_of(options), places(options)
-    plain = Case(lambda: Program(TwinLMHead(**options), options), batch, where)
-    return plain, Case(lambda: Program(distributed(TwinLMHead(**options)), options), batch, where)
-
-
 def check(options: dict[str, Any], setup: Setup, prepare: Callable[[nn.Module], None] = lambda module: None) -> Any:
     """Both runs and the comparison; the model."""
-    plain, split = cases(tuple(options.items()))
+    batch, where = batch_of(options), places(options)
+    plain = Case(lambda: Program(TwinLMHead(**options), options), batch, where)
+    split = Case(lambda: Program(distributed(TwinLMHead(**options)), options), batch, where)
     runtime.reset()
     try:
         got, model = smp_run(split, setup, sgd, prepare)
