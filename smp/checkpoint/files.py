@@ -84,6 +84,17 @@ def flush_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
+def leave_cache(path: Path) -> None:
+    """Frees the memory in which the system keeps what was read from or written to a file, if there is such a file.
+
+    Before it is replaced: new bytes in memory just freed are written up to twice as fast as in memory long unused.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return
+    with suppress(OSError), path.open("rb") as found:
+        os.posix_fadvise(found.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def read_header(path: Path) -> Header | None:
     """The header of a partial file; None when the file has none (another program wrote it) or is no zip archive."""
     try:

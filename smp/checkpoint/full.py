@@ -75,7 +75,8 @@ def _write(rt: Runtime, path: Path, tag: str, save_id: str, objects: Mapping[str
     objects = {name: compact(obj) for name, obj in objects.items()}
     hidden = {writer.aside(path / name, writer.WRITING).name: name for name in objects}
     try:
-        files = writer.write_files(path, {h: objects[name] for h, name in hidden.items()}, dict.fromkeys(hidden))
+        written = {h: objects[name] for h, name in hidden.items()}
+        files = writer.write_files(path, written, dict.fromkeys(hidden), [path / name for name in objects])
         manifest = _manifest(rt, tag, save_id, objects)
     except BaseException:
         for name in hidden:

@@ -308,7 +308,8 @@ class _PartialSave:
                 f"{directory}, which rank 0 has made, is not there: checkpoints are saved to a file system that all "
                 "ranks share"
             )
-        files = writer.write_files(directory, self.content.objects, self.content.places)
+        objects = self.content.objects
+        files = writer.write_files(directory, objects, self.content.places, [self.target / name for name in objects])
         fragment = merge([self.content.manifest], files)
         writer.write_text(_fragment(directory, self.rank), fragment.to_json())
 

@@ -15,7 +15,7 @@ import fcntl
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ import torch
 from smp import log
 from smp.checkpoint import manifest as manifests
 from smp.checkpoint.archive import records_of
-from smp.checkpoint.files import flush_directory, flush_file
+from smp.checkpoint.files import flush_directory, flush_file, leave_cache
 from smp.checkpoint.layout import Place
 from smp.checkpoint.manifest import Manifest, StoredFile
 from smp.checkpoint.safe_load import refuse_forbidden
@@ -62,13 +62,17 @@ def named(hidden: Path, state: str) -> Path:
 
 
 def write_files(
-    directory: Path, objects: Mapping[str, Any], places: Mapping[str, Place | None]
+    directory: Path, objects: Mapping[str, Any], places: Mapping[str, Place | None], replaced: Iterable[Path] = ()
 ) -> dict[str, StoredFile]:
     """Writes each object to its file and flushes all of them; returns what the manifest says of the files.
+
+    `replaced` are files, if they exist, that those will take the place of.
 
     Raises:
         CheckpointError: the disk refuses, or an object holds a class that could not be read again; names the file.
     """
+    for path in replaced:
+        leave_cache(path)
     written = {}
     descriptors = {}  # kept open: whoever opens a file later may not hear of an earlier failure of its disk
     with ExitStack() as still_open:

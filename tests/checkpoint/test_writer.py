@@ -102,6 +102,19 @@ def test_retention_cut_short_leaves_no_half_checkpoint(tmp_path, monkeypatch, st
     assert sorted(os.listdir(tmp_path)) == ["3_partial", "newest"]
 
 
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="only Linux can be told")
+def test_what_is_about_to_be_replaced_leaves_the_cache_and_stays_on_the_disk(tmp_path, monkeypatch):
+    """Otherwise the machine's memory holds two checkpoints while one is written."""
+    (tmp_path / "new").mkdir()
+    (tmp_path / "old.pt").write_bytes(b"old")
+    left = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, *rest: left.append((os.pread(file, 3, 0), *rest)))
+    replaced = [tmp_path / "old.pt", tmp_path / "there is none"]
+    writer.write_files(tmp_path / "new", {"a.pt": {}}, {"a.pt": None}, replaced)
+    assert left == [(b"old", 0, 0, os.POSIX_FADV_DONTNEED)]
+    assert (tmp_path / "old.pt").read_bytes() == b"old"
+
+
 @pytest.mark.parametrize("before", [True, False])
 def test_a_disk_that_refuses_is_named_and_leaves_the_old_one(tmp_path, monkeypatch, before):
     """A full disk must cost the save, not the checkpoint before it."""
