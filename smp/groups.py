@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -36,6 +37,7 @@ class Group:
 
 def make_groups(topology: Topology, rank: int, timeout: timedelta) -> dict[CommGroup, Group]:
     """This rank's group of every kind. Collective over the world; every rank makes all groups in the same order."""
+    _even_out(rank, topology.world_size)
     for kind in CommGroup:
         for ranks in topology.groups(kind):
             if ranks not in _cache:
@@ -45,6 +47,17 @@ def make_groups(topology: Topology, rank: int, timeout: timedelta) -> dict[CommG
         mine = topology.group(kind, rank)
         groups[kind] = Group(kind, mine, topology.rank_in(kind, rank), _cache[mine])
     return groups
+
+
+def _even_out(rank: int, world_size: int) -> None:
+    """Puts every rank into as many groups as the others: torch names a group that only its members make after that
+    number, and where names differ they wait for each other forever. A script's own groups, and `group_of`'s, are of
+    some ranks only.
+    """
+    counts: list[Any] = [None] * world_size
+    dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names))
+    for _ in range(max(counts) - counts[rank]):
+        dist.new_group([rank], backend="gloo", use_local_synchronization=True)
 
 
 def _make(ranks: tuple[int, ...], rank: int, world_size: int, timeout: timedelta) -> None:

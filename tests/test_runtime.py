@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import smp
-from smp import runtime
+from smp import groups, runtime
 from smp.bootstrap import Identity, identify
 from smp.errors import CommError, ConfigError, UsageError
 from tests.harness import on_ranks
@@ -128,6 +128,19 @@ MPIRUN = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
 }
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+@on_ranks(4, config={"ddp": True}, timeout=20)
+def test_a_group_that_the_script_made_of_some_ranks_keeps_no_rank_waiting() -> None:
+    """torch names groups after how many a process is in: ranks that disagree about that wait for each other forever."""
+    dist.new_group([0, 1])
+    runtime.reset()
+    groups._cache.clear()
+    smp.init({"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "ddp": True})
+    for group in (smp.get_tp_process_group(), smp.get_pp_process_group()):
+        total = torch.tensor([1])
+        dist.all_reduce(total, group=group)
+        assert total == 2
 
 
 def test_rank_and_size_come_from_the_launcher() -> None:
