@@ -7,7 +7,8 @@ by hand as any other. torch does not compare the checksums of an archive while l
 import os
 import threading
 import zipfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -39,28 +40,33 @@ class FileWriter:
         """Write and flush `obj`. When the disk refuses, `CheckpointError` names the file, and nothing is left."""
         options: dict[str, Any] = {} if pickle_module is None else {"pickle_module": pickle_module}
         try:
-            with self._aside.open("wb+") as out:
+            with writing(self.path), self._aside.open("wb+") as out:
                 torch.save(obj, out, pickle_protocol=pickle_protocol, **options)
                 if header is not None:
                     _append_header(out, header)
                 flush_file(out)
-        except BaseException as error:
+        except BaseException:
             self.discard()
-            if isinstance(error, OSError | RuntimeError):
-                raise CheckpointError(f"{self.path} cannot be written: {error}") from error
             raise
 
     def commit(self) -> None:
-        try:
+        with writing(self.path):
             os.replace(self._aside, self.path)
             flush_directory(self.path.parent)
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be written: {error}") from error
 
     def discard(self) -> None:
         """Remove what `write` left, when it shall not be committed."""
         with suppress(OSError):
             self._aside.unlink()
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Says which file it is when the disk refuses, by `CheckpointError`."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{path} cannot be written: {error}") from error
 
 
 def _append_header(out: IO[bytes], header: Header) -> None:

@@ -24,7 +24,7 @@ from smp.checkpoint.archive import compact
 from smp.checkpoint.content import describe, stored_groups
 from smp.checkpoint.files import read_file
 from smp.checkpoint.finder import stand_in
-from smp.checkpoint.loading import Options, PartialLoad
+from smp.checkpoint.loading import Options, PartialLoad, load_by_dict
 from smp.checkpoint.manifest import Manifest, StoredGroup, StoredTensor
 from smp.checkpoint.partial import degrees_of
 from smp.checkpoint.reader import Checkpoint, manifest_path
@@ -32,7 +32,7 @@ from smp.checkpoint.whole import Names, open_whole
 from smp.comm.entry import together
 from smp.dp.optimizer_state import PARTIAL_KEY
 from smp.fp16.optimizer import SCALER_KEY
-from smp.model_state import may_rename, warn_of_rest
+from smp.model_state import may_rename
 from smp.runtime import Runtime
 from smp.tp.origin import origins, tied_names
 
@@ -173,9 +173,7 @@ class FullLoad:
     def apply(self) -> None:
         """Puts the values into model and optimizer, or keeps them until the model is partitioned. Collective."""
         if self._by_dict:
-            keys = self._rt.model.load_state_dict(together(self._rt, self._dict), strict=self._options.strict)
-            call = f"resume_from_checkpoint({self._path}, strict=False)"
-            warn_of_rest(call, keys.missing_keys, keys.unexpected_keys)
+            load_by_dict(self._rt.model, together(self._rt, self._dict), self._options.strict, self._path)
         self._rt.load_once_partitioned(self._apply, of_model=True, of_optimizer=True)
 
     def _dict(self) -> dict[str, Any]:

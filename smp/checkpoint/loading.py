@@ -10,6 +10,7 @@ Before partition the last two wait for it: nobody knows yet which tensors this r
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +47,16 @@ class Options:
     keep_options: bool = False  # of the optimizer's groups: they are loaded, or newer than what was saved
 
 
+def load_by_dict(model: Any, state_dict: dict[str, Any], strict: bool, path: Path) -> None:
+    """Through the model's own `load_state_dict`; says what of the file at `path` that has passed over."""
+    keys = model.load_state_dict(state_dict, strict=strict)
+    _warn_of_rest(path, keys.missing_keys, keys.unexpected_keys)
+
+
+def _warn_of_rest(path: Path, missing: Sequence[str], unexpected: Sequence[str]) -> None:
+    warn_of_rest(f"resume_from_checkpoint({path}, strict=False)", missing, unexpected)
+
+
 class PartialLoad:
     """One checkpoint on its way into the job."""
 
@@ -76,7 +87,7 @@ class PartialLoad:
             there = set(self._checkpoint.sources("model"))
             missing, unexpected = sorted(wanted - there), sorted(there - wanted)
             if not self.options.strict:
-                warn_of_rest(f"resume_from_checkpoint({self._checkpoint.path}, strict=False)", missing, unexpected)
+                _warn_of_rest(self._checkpoint.path, missing, unexpected)
             elif differences := differences_of(missing, unexpected):
                 problems.append(differences)
         if problems:

@@ -4,6 +4,7 @@ path/{tag}_partial/model_{pp}_{tp}.pt, optimizer_{pp}_{tp}[_{rdp}].pt, user_cont
 path/{tag}_{pp}_{tp}     one dict, by smp.save(..., partial=True): "model", "optimizer", and the script's own
 """
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,10 @@ from smp.checkpoint.content import USER_CONTENT
 from smp.checkpoint.files import read_file
 from smp.checkpoint.finder import Found, Style
 from smp.checkpoint.layout import Degrees, part_name
-from smp.checkpoint.loading import Options
+from smp.checkpoint.loading import Options, load_by_dict
 from smp.checkpoint.partial import degrees_of, load, place_of
 from smp.comm.entry import together
 from smp.errors import CheckpointError
-from smp.model_state import warn_of_rest
 from smp.runtime import Runtime
 
 
@@ -27,8 +27,7 @@ def resume(rt: Runtime, found: Found, options: Options) -> Any:
         CheckpointError: it was saved on other degrees, a file is missing or damaged, or it does not fit; on all ranks.
     """
     model_state, optimizer_state, user_content = together(rt, lambda: _read(rt, found, options))
-    keys = rt.model.load_state_dict(model_state, strict=options.strict)
-    warn_of_rest(f"resume_from_checkpoint({found.path}, strict=False)", keys.missing_keys, keys.unexpected_keys)
+    load_by_dict(rt.model, model_state, options.strict, found.path)
     if options.load_optimizer and rt.optimizer is not None:
         rt.optimizer.load_state_dict(optimizer_state)
     return user_content
@@ -64,10 +63,10 @@ def _from_directory(rt: Runtime, directory: Path) -> tuple[Any, Any, Any]:
             f"those of {found}, this job has {degrees}"
         )
     names = [part_name("optimizer", place, each_replica) for each_replica in (False, True)]
-    optimizer = next((directory / name for name in names if (directory / name).is_file()), None)
+    optimizer = next((directory / name for name in names if os.path.lexists(directory / name)), None)
     content = directory / USER_CONTENT
     return (
         read_file(directory / part_name("model", place), "cpu"),
         None if optimizer is None else read_file(optimizer, "cpu"),
-        read_file(content, "cpu") if content.is_file() else None,
+        read_file(content, "cpu") if os.path.lexists(content) else None,
     )

@@ -15,8 +15,8 @@ import fcntl
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ import torch
 from smp import log
 from smp.checkpoint import manifest as manifests
 from smp.checkpoint.archive import records_of
-from smp.checkpoint.files import flush_directory, flush_file, leave_cache
+from smp.checkpoint.files import flush_directory, flush_file, leave_cache, writing
 from smp.checkpoint.layout import Place
 from smp.checkpoint.manifest import Manifest, StoredFile
 from smp.checkpoint.safe_load import refuse_forbidden
@@ -78,7 +78,7 @@ def write_files(
     with ExitStack() as still_open:
         for name, obj in objects.items():
             path = directory / name
-            with _writing(path):
+            with writing(path):
                 on_step(f"write {name}")
                 with path.open("wb") as out:
                     if isinstance(obj, Serialized):
@@ -91,20 +91,11 @@ def write_files(
                     refuse_forbidden(path, name)
                 written[name] = file_entry(path, places[name])
         for name, descriptor in descriptors.items():
-            with _writing(directory / name):
+            with writing(directory / name):
                 on_step(f"flush {name}")
                 os.fsync(descriptor)
     flush_directory(directory)
     return written
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Says which file it is when the disk refuses."""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{path} cannot be written: {error}") from error
 
 
 def file_entry(path: Path, place: Place | None) -> StoredFile:
@@ -118,7 +109,7 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         CheckpointError: the disk refuses; names the file.
     """
-    with _writing(path), path.open("w") as out:
+    with writing(path), path.open("w") as out:
         out.write(text)
         flush_file(out)
 
@@ -181,21 +172,22 @@ def commit(path: Path, manifest: Manifest) -> None:
     on_step("manifest")
     write_text(directory / f".{manifests.NAME}", manifest.to_json())
     try:
-        os.replace(directory / f".{manifests.NAME}", directory / manifests.NAME)
-        flush_directory(directory)
-        if os.path.lexists(path):
-            on_step("move the old one aside")
-            os.replace(path, replaced)
-        on_step("rename")
-        os.replace(directory, path)
-        flush_directory(path.parent)
-        on_step("newest")
-        os.replace(aside(newest, WRITING), newest)
-        flush_directory(path.parent)
-    except OSError as error:
+        with writing(path):
+            os.replace(directory / f".{manifests.NAME}", directory / manifests.NAME)
+            flush_directory(directory)
+            if os.path.lexists(path):
+                on_step("move the old one aside")
+                os.replace(path, replaced)
+            on_step("rename")
+            os.replace(directory, path)
+            flush_directory(path.parent)
+            on_step("newest")
+            os.replace(aside(newest, WRITING), newest)
+            flush_directory(path.parent)
+    except CheckpointError:
         if os.path.lexists(replaced) and not os.path.lexists(path):
             os.replace(replaced, path)
-        raise CheckpointError(f"{path} cannot be written: {error}") from error
+        raise
 
 
 def commit_full(directory: Path, manifest: Manifest) -> None:
@@ -212,7 +204,7 @@ def commit_full(directory: Path, manifest: Manifest) -> None:
     write_text(aside(newest, WRITING), manifest.tag)
     on_step("manifest")
     write_text(aside(directory / name, WRITING), manifest.to_json())
-    try:
+    with writing(directory / manifest.tag):
         on_step("journal")
         os.replace(aside(directory / name, WRITING), journal_of(directory / manifest.tag))
         flush_directory(directory)
@@ -220,8 +212,6 @@ def commit_full(directory: Path, manifest: Manifest) -> None:
         on_step("newest")
         os.replace(aside(newest, WRITING), newest)
         flush_directory(directory)
-    except OSError as error:
-        raise CheckpointError(f"{directory / manifest.tag} cannot be written: {error}") from error
 
 
 def journal_of(path: Path) -> Path:

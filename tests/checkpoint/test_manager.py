@@ -181,6 +181,17 @@ def refused(kind, says, call):
     assert len(set(texts)) == 1, texts
 
 
+def refused_damaged(whole, broken, damages, resume):
+    """For each (file, kind of damage, what is said): `broken` is made anew, and resuming from it refused."""
+    for name, how, says in damages:
+        if smp.rank() == 0:
+            shutil.rmtree(broken, ignore_errors=True)
+            shutil.copytree(whole, broken)
+            damage(broken / name, how)
+        smp.barrier()
+        refused(CheckpointError, says, resume)
+
+
 def unchanged(job, call):
     """What a refused resume must not do is change the model or the optimizer."""
     before = [p.detach().clone() for p in job.model.local_parameters()]
@@ -212,7 +223,7 @@ def test_wrong_calls_are_refused_on_every_rank_before_anything_is_touched():
         smp.save_checkpoint(directory, "model only", model=job.model)
         job.step(1)
         refused(CheckpointError, "holds no optimizer state", lambda: unchanged_resume(job, directory, "model only"))
-        for name, how, says in [
+        damages = [
             ("model_1_1.pt", "bit", "rank 3: .*model_1_1.pt is damaged"),
             ("optimizer_0_1.pt", "cut", "optimizer_0_1.pt is cut short"),
             ("random_1_0_0.pt", "missing", "random_1_0_0.pt is missing"),
@@ -223,17 +234,16 @@ def test_wrong_calls_are_refused_on_every_rank_before_anything_is_touched():
             ("user_content.pt", "directory", "user_content.pt is something else"),
             ("random_0_1_0.pt", "empty", "random_0_1_0.pt is cut short"),
             ("model_0_0.pt", "dangling", "model_0_0.pt is missing"),
-        ]:
-            broken = directory / "broken_partial"
-            if smp.rank() == 0:
-                shutil.rmtree(broken, ignore_errors=True)
-                shutil.copytree(directory / "a_partial", broken)
-                damage(broken / name, how)
-            smp.barrier()
-            refused(CheckpointError, says, lambda: unchanged_resume(job, directory, "broken"))
+        ]
+        refused_damaged(
+            directory / "a_partial",
+            directory / "broken_partial",
+            damages,
+            lambda: unchanged_resume(job, directory, "broken"),
+        )
         if smp.rank() == 0:
-            shutil.rmtree(broken)
-            broken.touch()
+            shutil.rmtree(directory / "broken_partial")
+            (directory / "broken_partial").touch()
         smp.barrier()
         refused(CheckpointError, "broken_partial is something else", lambda: unchanged_resume(job, directory, "broken"))
 
@@ -244,9 +254,9 @@ def test_a_full_checkpoint_of_which_a_file_cannot_be_read_is_refused_on_every_ra
     job = Job(grid(pp=2))
     with shared_directory() as directory:
         job.step(0)
-        job.save(directory, "a", partial=False, user_content={"epoch": 1})
+        job.save(directory / "whole", "a", partial=False, user_content={"epoch": 1})
         job.step(1)
-        for name, how, says in [
+        damages = [
             ("a", "noise", "/a is damaged"),
             ("optimizer_a", "bit", "/optimizer_a is damaged"),
             ("a", "directory", "/a cannot be read as a tensor file"),
@@ -257,14 +267,9 @@ def test_a_full_checkpoint_of_which_a_file_cannot_be_read_is_refused_on_every_ra
             ("a.manifest.json", "edited", "/a.manifest.json cannot be read: it is damaged, or was edited"),
             ("a.manifest.json", "cut", "/a.manifest.json cannot be read"),
             ("a.manifest.json", "directory", "/a.manifest.json cannot be read: .*Is a directory"),
-        ]:
-            broken = directory / "broken"
-            if smp.rank() == 0:
-                shutil.rmtree(broken, ignore_errors=True)
-                shutil.copytree(directory, broken, ignore=lambda *_: ["broken"])
-                damage(broken / name, how)
-            smp.barrier()
-            refused(CheckpointError, says, lambda at=broken: unchanged_resume(job, at, "a", partial=False))
+        ]
+        broken = directory / "broken"
+        refused_damaged(directory / "whole", broken, damages, lambda: unchanged_resume(job, broken, "a", partial=False))
 
 
 @on_ranks(2, config=grid(pp=2), timeout=200)
@@ -431,6 +436,9 @@ def test_parts_that_old_scripts_made_resume_on_their_own_degrees():
             job = Job(BOTH)
             assert smp.resume_from_checkpoint(directory, tag) == content
             assert_equal([job.step(2)], [want])
+        smp.barrier()
+        (directory / "dir_partial" / "user_content.pt").mkdir(exist_ok=True)
+        refused(CheckpointError, "user_content.pt cannot be read", lambda: unchanged_resume(job, directory, "dir"))
         job = Job(grid(tp=4))
         for tag in ("old", "dir"):
             refused(CheckpointError, "degree", lambda tag=tag: unchanged_resume(job, directory, tag))
