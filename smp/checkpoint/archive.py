@@ -115,7 +115,7 @@ def map_tensors(obj: Any, change: Callable[[Tensor], Tensor], done: dict[int, Te
         if type(obj) is dict:
             return changed
         result = copy.copy(obj)  # keeps the version numbers that torch hangs on state dicts
-        result.update(changed)
+        dict.update(result, changed)  # a Counter's own adds
         return result
     if type(obj) in (list, tuple):
         return type(obj)(map_tensors(value, change, done) for value in obj)

@@ -1,6 +1,7 @@
 """What a script may have beside the parameters of its model: it is saved and found again, or refused when it saves."""
 
 import argparse
+from collections import Counter
 
 import pytest
 import torch
@@ -74,6 +75,17 @@ def test_extra_state_is_that_of_the_stage_that_ran_the_module(start):
             model, step = counting_job(1, start)
             smp.resume_from_checkpoint(directory, tag, partial=partial, load_optimizer=False)
             assert calls(model) == [2, 2]
+
+
+@on_ranks(1, config={"ddp": True}, timeout=120)
+def test_extra_state_in_a_counter_comes_back_as_it_was():
+    """`Counter.update` adds where that of a dict replaces: counts would double at every save and every resume."""
+    with shared_directory() as directory:
+        model, _ = counting_job(1, Counter(tokens=5))
+        smp.save_checkpoint(directory, "a", model=model)
+        model, _ = counting_job(1, Counter())
+        smp.resume_from_checkpoint(directory, load_optimizer=False)
+        assert [module.calls for module in model.module] == [Counter(tokens=5)] * 2
 
 
 def job(make):
