@@ -89,7 +89,7 @@ def compact(obj: Any) -> Any:
     """`obj` with copies of those tensors whose storages are larger than all that is saved of them.
 
     torch saves whole storages: a row of a large buffer would bring the buffer along. Returned as it is where nothing is
-    copied; dicts, lists and tuples are made anew, other objects stay.
+    copied, else made anew.
     """
     used: dict[int, dict[tuple[int, int], int]] = {}
     for tensor in tensors_in(obj):
@@ -104,7 +104,9 @@ def compact(obj: Any) -> Any:
 
 
 def map_tensors(obj: Any, change: Callable[[Tensor], Tensor], done: dict[int, Tensor] | None = None) -> Any:
-    """`obj` with each tensor changed, one that occurs twice once; the kind of dict and its attributes stay."""
+    """`obj` with each tensor changed, one that occurs twice once; the kind of dict and its attributes stay. What else
+    is in it is copied, so that nobody changes a set or an array while it is written.
+    """
     done = {} if done is None else done
     if isinstance(obj, Tensor):
         if id(obj) not in done:
@@ -119,7 +121,7 @@ def map_tensors(obj: Any, change: Callable[[Tensor], Tensor], done: dict[int, Te
         return result
     if type(obj) in (list, tuple):
         return type(obj)(map_tensors(value, change, done) for value in obj)
-    return obj
+    return copy.deepcopy(obj)
 
 
 def damaged_records(path: Path, expected: Mapping[str, tuple[int, int]], names: Iterable[str]) -> list[str]:

@@ -4,8 +4,10 @@ import os
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import smp
 from smp.checkpoint import background, writer
@@ -55,6 +57,41 @@ def test_what_is_saved_is_the_state_at_the_call():
         job = Job(TWO)
         assert smp.resume_from_checkpoint(directory) == {"step": [2]}
         assert_equal(job.steps(2, 3), want)
+
+
+class Seen(nn.Module):
+    """Notes in extra state, in place, how often it has run."""
+
+    def __init__(self):
+        super().__init__()
+        self.notes = {"array": np.zeros(2), "set": set(), "list": []}
+
+    def get_extra_state(self):
+        return self.notes
+
+    def set_extra_state(self, state):
+        self.notes = state
+
+    def note(self):
+        number = len(self.notes["list"])
+        self.notes["array"] += 1
+        self.notes["set"].add(number)
+        self.notes["list"].append(number)
+
+
+@on_ranks(1, config={"ddp": True}, timeout=120)
+def test_extra_state_that_is_changed_in_place_is_saved_as_it_was_at_the_call():
+    """Values of a later step beside the weights of this one make a checkpoint of two steps."""
+    with shared_directory() as directory, pytest.MonkeyPatch.context() as patch:
+        gate = Gate(patch)
+        model = smp.DistributedModel(nn.Sequential(nn.Linear(2, 2), Seen()))
+        seen = model.module[1]
+        seen.note()
+        smp.save_checkpoint(directory, "a", model=model, blocking=False)
+        seen.note()
+        gate.opened.set()
+        smp.resume_from_checkpoint(directory, load_optimizer=False)
+        assert [list(value) for value in seen.notes.values()] == [[1, 1], [0], [0]]
 
 
 @on_ranks(2, config=TWO, timeout=200)
