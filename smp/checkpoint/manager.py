@@ -94,8 +94,16 @@ def save_checkpoint(
     rt = runtime.get()
     _enter(rt, "smp.save_checkpoint", _SAVE_ADVICE)
     _settle_earlier(rt, blocking)
-    tag = str(tag)
-    called = (os.fspath(path), tag, partial, model is None, optimizer is None, num_kept_partial_checkpoints, blocking)
+    directory, tag = together(rt, lambda: _directory(path)), str(tag)
+    called = (
+        os.fspath(directory),
+        tag,
+        partial,
+        model is None,
+        optimizer is None,
+        num_kept_partial_checkpoints,
+        blocking,
+    )
     _same_everywhere(rt, "smp.save_checkpoint", called)
     _check_save(rt, tag, partial, model, optimizer, num_kept_partial_checkpoints)
     if model is not None and getattr(rt.model.reducer, "pending", False):
@@ -108,10 +116,10 @@ def save_checkpoint(
     save_id = rt.transport.broadcast_object(secrets.token_hex(8), rt.group(CommGroup.WORLD), 0)
     if not partial:
         serialized = together(rt, lambda: _serialized(rt, user_content))
-        full.save(rt, Path(path), tag, model, optimizer, serialized, translate_if_full, save_id)
+        full.save(rt, directory, tag, model, optimizer, serialized, translate_if_full, save_id)
         return
     content = together(rt, lambda: _collect(rt, tag, save_id, model, optimizer, user_content, blocking))
-    _save_partial(rt, Path(path) / f"{tag}_partial", content, num_kept_partial_checkpoints, save_id, blocking)
+    _save_partial(rt, directory / f"{tag}_partial", content, num_kept_partial_checkpoints, save_id, blocking)
 
 
 def _save_partial(
@@ -167,13 +175,13 @@ def resume_from_checkpoint(
     rt = runtime.get()
     _enter(rt, "smp.resume_from_checkpoint", _RESUME_ADVICE)
     _settle_earlier(rt, blocking=True)
-    tag = None if tag is None else str(tag)
+    directory, tag = together(rt, lambda: _directory(path)), None if tag is None else str(tag)
     options = Options(strict, load_optimizer and rt.optimizer is not None, load_sharded_optimizer_state)
-    called = (os.fspath(path), tag, partial, options, translate_function is None)
+    called = (os.fspath(directory), tag, partial, options, translate_function is None)
     _same_everywhere(rt, "smp.resume_from_checkpoint", called)
     if rt.model is None:
         raise UsageError("smp.resume_from_checkpoint needs the DistributedModel: make it first")
-    found = together(rt, lambda: find(Path(path), tag, partial) if rt.rank == 0 else None)
+    found = together(rt, lambda: find(directory, tag, partial) if rt.rank == 0 else None)
     found = rt.transport.broadcast_object(found, rt.group(CommGroup.WORLD), 0)
     for note in found.notes:
         log.warn_rank0("smp.resume_from_checkpoint: %s", note)
@@ -234,6 +242,16 @@ def _settle_earlier(rt: Runtime, blocking: bool) -> None:
             error = caught
     if error is not None:
         raise error
+
+
+def _directory(path: Any) -> Path:
+    """What `path` names now: the script may have changed its working directory by the time that files are written in
+    the background, or read at partition.
+    """
+    try:
+        return Path(path).absolute()
+    except (TypeError, OSError) as error:  # the working directory is gone, for one
+        raise UsageError(f"path must name a directory, a str or a pathlib.Path, got {path!r}: {error}") from error
 
 
 def _same_everywhere(rt: Runtime, call: str, arguments: tuple[Any, ...]) -> None:

@@ -59,6 +59,27 @@ def test_what_is_saved_is_the_state_at_the_call():
         assert_equal(job.steps(2, 3), want)
 
 
+@on_ranks(2, config=TWO, timeout=200)
+def test_a_relative_path_is_that_of_the_call():
+    """A script that changes its working directory afterwards would lose the save, or find nothing at partition."""
+    with shared_directory() as directory, pytest.MonkeyPatch.context() as patch:
+        gate = Gate(patch)
+        patch.chdir(directory)
+        job = Job(TWO)
+        job.step(0)
+        job.save("run", "a", blocking=False)
+        patch.chdir("/")
+        gate.opened.set()
+        smp.wait_for_checkpoint()
+        want = job.step(1)
+
+        job = Job(TWO)
+        patch.chdir(directory)
+        smp.resume_from_checkpoint("run")
+        patch.chdir("/")
+        assert_equal([job.step(1)], [want])
+
+
 class Seen(nn.Module):
     """Notes in extra state, in place, how often it has run."""
 

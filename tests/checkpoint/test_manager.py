@@ -216,6 +216,8 @@ def test_wrong_calls_are_refused_on_every_rank_before_anything_is_touched():
         assert names(directory) == []
         for wrong in ("", "a/b", ".a", "newest"):
             refused(UsageError, "it becomes a file's name", lambda wrong=wrong: job.save(directory, wrong))
+        for call in (lambda: job.save(None, "a"), lambda: smp.resume_from_checkpoint(None)):
+            refused(CheckpointError, "path must name a directory, .* got None", call)
         refused(UsageError, "whole number from 1", lambda: job.save(directory, "a", num_kept_partial_checkpoints=0))
         refused(UsageError, r"'a0'.* on rank 0 and with .*'a1'", lambda: job.save(directory, f"a{min(1, smp.rank())}"))
         refused(CheckpointError, "no complete partial checkpoint", lambda: smp.resume_from_checkpoint(directory))
