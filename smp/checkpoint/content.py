@@ -86,6 +86,10 @@ def collect(
     if user_content is not None:
         objects[USER_CONTENT], places[USER_CONTENT] = user_content, None
     objects = {name: map_tensors(compact(obj), to_host) for name, obj in objects.items()}
+    tensors = tuple(
+        stored for name, kind in kinds.items() for stored in describe(kind, name, objects[name], known, shapes)
+    )
+    held = {stored.name for stored in tensors}  # a buffer of another stage may have grown there
     manifest = Manifest(
         full=False,
         tag=tag,
@@ -95,12 +99,10 @@ def collect(
         sharded=sharded,
         half=half,
         partition=_partition(model),
-        shapes={source: shape for origin in known.values() for source, shape in origin.shapes.items()},
+        shapes={source: shape for name in known if name in held for source, shape in known[name].shapes.items()},
         groups=groups,
         tied=() if module is None else tied_names(module),
-        tensors=tuple(
-            stored for name, kind in kinds.items() for stored in describe(kind, name, objects[name], known, shapes)
-        ),
+        tensors=tensors,
     )
     return Content(objects, places, manifest)
 

@@ -95,6 +95,9 @@ def _manifest(rt: Runtime, tag: str, save_id: str, objects: Mapping[str, Any]) -
     names = Names(module, ours_first=not translated)
     stored += names.describe(tag, objects.get(tag, {}))
     whole = origins(module, whole=True)
+    whole_shapes = {source: shape for origin in whole.values() for source, shape in origin.shapes.items()}
+    for one in stored:  # a buffer of another stage may have grown there
+        whole_shapes.update(names.shapes_of(one))
     half = optimizer_file in objects and SCALER_KEY in objects[optimizer_file]
     if optimizer_file in objects:
         state = objects[optimizer_file]
@@ -110,7 +113,7 @@ def _manifest(rt: Runtime, tag: str, save_id: str, objects: Mapping[str, Any]) -
         degrees=degrees_of(rt),
         half=("float16" if rt.config.fp16 else "bfloat16") if half else None,
         translated=translated,
-        shapes={source: shape for origin in whole.values() for source, shape in origin.shapes.items()},
+        shapes=whole_shapes,
         groups=groups,
         tied=tied_names(module),
         tensors=tuple(stored),

@@ -109,8 +109,9 @@ class PartialLoad:
             raise CheckpointError("\n".join(wrong[:8]))
 
     def _shape_problems(self, known: Mapping[str, Origin]) -> Iterator[str]:
-        stored = self._checkpoint.manifest.shapes
-        shapes = {source: shape for origin in known.values() for source, shape in origin.shapes.items()}
+        stored, model = self._checkpoint.manifest.shapes, self._rt.model
+        here = [origin for name, origin in known.items() if not model.partitioned or model.owned(name)]
+        shapes = {source: shape for origin in here for source, shape in origin.shapes.items()}
         for source, shape in shapes.items():
             if stored.get(source, shape) != shape:
                 yield f"{source} has shape {list(stored[source])}, the model has {list(shape)}"

@@ -92,7 +92,8 @@ class Names:
             CheckpointError: smp's module has another shape.
         """
         theirs, ours = self._first.get(name, name), self._ours.get(name)
-        if ours is not None and (self._ours_first or theirs not in self._theirs):
+        as_it_is = ours is not None and ours == Origin.whole(theirs, self.shape(name))
+        if ours is not None and not as_it_is and (self._ours_first or theirs not in self._theirs):
             if self.shape(name) != shape:
                 raise CheckpointError(f"{name} has shape {list(shape)}, the model has {list(self.shape(name))}")
             return ours

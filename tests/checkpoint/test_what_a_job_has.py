@@ -9,6 +9,7 @@ from torch import nn
 
 import smp
 from smp import runtime
+from smp.checkpoint.found import single
 from smp.errors import CheckpointError, UsageError
 from tests.harness import on_ranks
 from tests.logs import log_lines
@@ -86,6 +87,56 @@ def test_extra_state_in_a_counter_comes_back_as_it_was():
         model, _ = counting_job(1, Counter())
         smp.resume_from_checkpoint(directory, load_optimizer=False)
         assert [module.calls for module in model.module] == [Counter(tokens=5)] * 2
+
+
+class Growing(nn.Module):
+    """Keeps the batches it has seen in a buffer that grows."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(rows, 4))
+
+    def forward(self, x):
+        self.seen = torch.cat([self.seen, x.detach()])
+        return self.linear(x)
+
+
+def growing_job(stages, rows):
+    runtime.reset()
+    smp.init({"pipeline_parallel_degree": stages, "ddp": True})
+    module = nn.Sequential(Growing(rows), Growing(rows))
+    smp.set_partition(module[0], 0)
+    smp.set_partition(module[1], stages - 1)
+    model = smp.DistributedModel(module)
+
+    @smp.step
+    def run(x):
+        loss = model(x).sum()
+        model.backward(loss)
+        return loss
+
+    return model, lambda: run(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("partial", [True, False])
+@on_ranks(2, config={"ddp": True}, timeout=120)
+def test_a_buffer_has_the_shape_that_it_has_on_its_own_stage(partial):
+    """Other stages know the one of the beginning: recorded from there, the buffer would silently stay empty."""
+    with shared_directory() as directory:
+        model, step = growing_job(2, 0)
+        step()
+        smp.save_checkpoint(directory, "a", partial=partial, model=model)
+        seen = model.state_dict()["0.seen"]
+        smp.resume_from_checkpoint(directory, partial=partial)  # fits where it was saved
+        assert single(directory).read("model", "0.seen").shape == (2, 4)
+        for wrong in (0, 1):
+            model, _ = growing_job(1, wrong)
+            with pytest.raises(CheckpointError, match=rf"0.seen has shape \[2, 4\], the model has \[{wrong}, 4\]"):
+                smp.resume_from_checkpoint(directory, partial=partial)
+        model, _ = growing_job(1, 2)
+        smp.resume_from_checkpoint(directory, partial=partial)
+        assert torch.equal(model.module[0].seen, seen)
 
 
 def job(make):
