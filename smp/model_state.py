@@ -128,7 +128,12 @@ def entries_of(model: StatefulModel) -> list[_Entry]:
 
 def _entry(model: StatefulModel, names: tuple[str, ...], tensor: Tensor) -> _Entry:
     known = next((name for name in names if name in model.stage_of), None)
-    assert known is not None, f"no stage is known for {names}"
+    if known is None:
+        raise UsageError(
+            f"the state dict of the model holds a tensor {names[0]}, which is no parameter or buffer of that name (a "
+            "module's own `_save_to_state_dict` or a hook has put it there), so it is not known on which stage it "
+            "lives: register it as a buffer, or return it from the module's `get_extra_state`"
+        )
     return _Entry(names, tensor, model.stage_of[known], model.holders(known), model.owned(known))
 
 

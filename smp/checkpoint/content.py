@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from smp.checkpoint.archive import compact, map_tensors, record_names, storage_address
@@ -21,6 +22,7 @@ from smp.checkpoint.partial import degrees_of, place_of
 from smp.checkpoint.random_state import random_state
 from smp.checkpoint.writer import Serialized
 from smp.dp.optimizer_state import NAMES_KEY, PARTIAL_KEY
+from smp.errors import UsageError
 from smp.fp16.optimizer import MASTERS_KEY, SCALER_KEY
 from smp.runtime import Runtime
 from smp.tp.origin import Origin, is_extra, origins, tied_names
@@ -57,7 +59,7 @@ def collect(
     `user_content` is rank 0's; None on the others.
 
     Raises:
-        UsageError: the model is not partitioned yet.
+        UsageError: the model is not partitioned yet, or a tensor is sparse.
     """
     place, sharded = place_of(rt), bool(rt.config.shard_optimizer_state)
     module = None if rt.model is None else rt.model.module
@@ -80,6 +82,8 @@ def collect(
         if masters is not None or scaler is not None:
             half = "float16" if rt.config.fp16 else "bfloat16"
             objects[half_name], kinds[half_name] = {"masters": masters or {}, "scaler": scaler}, "master"
+    for name, kind in kinds.items():
+        refuse_sparse(kind, objects[name])
     places.update(dict.fromkeys(objects, place))
     random_name = part_name("random", place, each_replica=True)
     objects[random_name], places[random_name] = random_state(), place
@@ -145,6 +149,15 @@ def describe(
         dtype = str(value.dtype).removeprefix("torch.") if is_tensor else "object"
         record = records[storage_address(value)] if is_tensor else ""
         yield StoredTensor(kind, name, key, dtype, shape, file, record, origin.blocks, like)
+
+
+def refuse_sparse(kind: Kind, obj: Mapping[str, Any]) -> None:
+    """Raises UsageError naming a tensor in such an object that has no place for each value, as boxes of it need."""
+    for name, key, value in _VALUES[kind](obj):
+        if isinstance(value, Tensor) and not is_extra(name, value) and value.layout != torch.strided:
+            what = f"optimizer state {key!r} of {name}" if key else name
+            advice = "choose an optimizer whose state is dense" if key else "keep it dense, or out of the state dict"
+            raise UsageError(f"{what} is sparse ({value.layout}); checkpoints hold dense tensors only: {advice}")
 
 
 def _model_values(obj: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:

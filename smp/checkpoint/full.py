@@ -21,7 +21,7 @@ from torch import nn
 from smp import log, state_mod
 from smp.checkpoint import writer
 from smp.checkpoint.archive import compact
-from smp.checkpoint.content import describe, stored_groups
+from smp.checkpoint.content import describe, refuse_sparse, stored_groups
 from smp.checkpoint.files import read_file
 from smp.checkpoint.finder import stand_in
 from smp.checkpoint.loading import Options, PartialLoad, load_by_dict
@@ -54,6 +54,7 @@ def save(
     Raises:
         CheckpointError: the disk refuses; on all ranks.
     """
+    together(rt, lambda: _refuse_sparse(model, optimizer))
     state = {} if model is None else model.state_dict(gather_to_rank0=True)
     optimizer_state = {} if optimizer is None else optimizer.state_dict(gather_to_rank0=True)
     objects: dict[str, Any] = {} if model is None else {tag: state}
@@ -68,6 +69,13 @@ def save(
             _write(rt, path, tag, save_id, objects)
 
     together(rt, write)
+
+
+def _refuse_sparse(model: Any, optimizer: Any) -> None:
+    if model is not None:
+        refuse_sparse("model", model.module.state_dict(keep_vars=True))
+    if optimizer is not None:
+        refuse_sparse("optimizer", optimizer.local_state_dict(gather_if_shard=False))
 
 
 def _write(rt: Runtime, path: Path, tag: str, save_id: str, objects: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 import smp
 from smp import runtime
 from smp.checkpoint.found import single
-from smp.errors import CheckpointError, UsageError
+from smp.errors import CheckpointError, SmpError, UsageError
 from tests.harness import on_ranks
 from tests.logs import log_lines
 from tests.stateful import shared_directory
@@ -170,6 +170,59 @@ def test_what_could_not_be_read_again_is_refused_when_it_is_saved():
         smp.save_checkpoint(directory, "a", model=model, optimizer=optimizer)
         smp.resume_from_checkpoint(directory, "a")
         assert optimizer.param_groups[0]["mine"] == argparse.Namespace(a=1)
+
+
+class Odd(nn.Module):
+    """Has what is no dense parameter or buffer in its state dict, or in its optimizer's."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.table = nn.Embedding(4, 2, sparse=kind == "state")
+        if kind == "buffer":
+            self.register_buffer("graph", torch.eye(4).to_sparse())
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.kind == "attribute":
+            destination[prefix + "scale"] = torch.ones(2)
+
+    def forward(self, x):
+        return x + self.table(torch.zeros(len(x), dtype=torch.long))
+
+
+@pytest.mark.parametrize("partial", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("buffer", "1.graph is sparse .*dense tensors only"),
+        ("state", r"optimizer state 'momentum_buffer' of [01].table.weight is sparse"),
+        ("attribute", "holds a tensor [01].scale, which is no parameter or buffer"),
+    ],
+)
+@on_ranks(2, config={"ddp": True}, timeout=120)
+def test_tensors_that_have_no_place_in_a_checkpoint_are_named_on_all_ranks(kind, says, partial):
+    """Left to torch or to the transport, one rank raises what names nothing, and the other waits for it."""
+    runtime.reset()
+    smp.init({"pipeline_parallel_degree": 2, "ddp": True})
+    module = nn.Sequential(Odd("" if kind == "buffer" else kind), Odd(kind))
+    for stage in range(2):
+        smp.set_partition(module[stage], stage)
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+    @smp.step
+    def run(x):
+        loss = model(x).sum()
+        model.backward(loss)
+        return loss
+
+    run(torch.ones(2, 2))
+    optimizer.step()
+    with shared_directory() as directory:
+        with pytest.raises(SmpError, match=says):
+            smp.save_checkpoint(directory, "a", partial=partial, model=model, optimizer=optimizer)
+        assert not any(directory.iterdir())
 
 
 SGD = torch.optim.SGD
