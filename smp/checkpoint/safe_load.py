@@ -105,7 +105,7 @@ def serialize(obj: Any, what: str) -> bytes:
     buffer = io.BytesIO()
     try:
         torch.save(obj, buffer)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
+    except Exception as error:  # an object's own pickling may raise anything, as that of a DataLoader's iterator
         raise CheckpointError(f"{what} cannot be saved: {error}") from error
     refuse_forbidden(io.BytesIO(buffer.getvalue()), what)
     try:

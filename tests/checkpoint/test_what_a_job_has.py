@@ -172,6 +172,21 @@ def test_what_could_not_be_read_again_is_refused_when_it_is_saved():
         assert optimizer.param_groups[0]["mine"] == argparse.Namespace(a=1)
 
 
+@on_ranks(1, config={})
+def test_user_content_that_cannot_be_pickled_is_named():
+    """An object may raise anything when it is pickled: "maximum recursion depth exceeded" alone says nothing."""
+    model, _ = job(torch.optim.SGD)
+    nest = []
+    for _ in range(100000):
+        nest = [nest]
+    with shared_directory() as directory:
+        for content in (nest, iter(torch.utils.data.DataLoader([0]))):
+            with pytest.raises(CheckpointError, match="user_content cannot be saved"):
+                smp.save_checkpoint(directory, "a", model=model, user_content=content)
+        while nest:  # freed as it is, it would overrun the stack
+            nest = nest.pop()
+
+
 class Odd(nn.Module):
     """Has what is no dense parameter or buffer in its state dict, or in its optimizer's."""
 
