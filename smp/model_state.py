@@ -352,13 +352,13 @@ def may_rename(rt: Runtime, model: StatefulModel) -> bool:
 class _Plan:
     """What a load would do, found out before anything is changed.
 
-    `sources`: number of an entry -> world rank that holds its value.
+    `sources`: number of an entry -> world rank that holds its value, and the shape that the value has there.
     """
 
     missing: list[str]
     unexpected: list[str]
     problems: list[str]
-    sources: dict[int, int]
+    sources: dict[int, tuple[int, tuple[int, ...]]]
     partial: bool
 
 
@@ -418,8 +418,10 @@ def _plan(
         if source is None or not (partial or all(any(name in held[r] for name in entry.names) for r in others)):
             plan.missing.extend(entry.names)
             continue
-        plan.sources[number] = source
-        plan.problems.extend(_shape_problems(entry, held[source], wanted))
+        shape = next(held[source][name] for name in reversed(entry.names) if name in held[source])
+        plan.sources[number] = source, shape or ()
+        if entry.owned:  # what has grown on its own stage has another shape on the rest
+            plan.problems.extend(_shape_problems(entry, held[source], wanted))
     known = {name for entry in entries for name in entry.names} | set(extra)
     plan.missing.extend(name for name in extra if not any(name in shapes for shapes in held.values()))
     keys = dict.fromkeys(name for shapes in held.values() for name in shapes)
@@ -459,20 +461,24 @@ def _some(names: Sequence[str]) -> str:
 
 @torch.no_grad()
 def _copy_in(rt: Runtime, entries: Sequence[_Entry], values: Mapping[str, Any], plan: _Plan) -> None:
-    for number, source in plan.sources.items():
+    for number, (source, shape) in plan.sources.items():
         entry = entries[number]
         own = [values[name] for name in entry.names if name in values]
         if plan.partial:
-            own = _deliver(rt, entry, own[-1:], source, number)
+            own = _deliver(rt, entry, own[-1:], source, shape, number)
         if entry.live:
             for value in own:  # more than one when tied names were saved apart: the last wins, as in torch
                 part = value if plan.partial or entry.spec is None else entry.spec.split(value)
+                if part.shape != entry.tensor.shape and not entry.owned:
+                    continue
                 entry.tensor.copy_(part)
                 if rt.optimizer is not None:
                     rt.optimizer.on_loaded(entry.tensor, part)
 
 
-def _deliver(rt: Runtime, entry: _Entry, own: list[Tensor], source: int, tag: int) -> list[Tensor]:
+def _deliver(
+    rt: Runtime, entry: _Entry, own: list[Tensor], source: int, shape: tuple[int, ...], tag: int
+) -> list[Tensor]:
     """A partial dict's tensor goes from `source` to the stages that hold it now; a buffer to all: they have copies."""
     owners = [rt.topology.rank_at(rdp=rt.rdp_rank, pp=pp, tp=rt.tp_rank) for pp in entry.holders]
     wanted = owners if isinstance(entry.tensor, nn.Parameter) else rt.group(CommGroup.PP_GROUP).ranks
@@ -486,6 +492,6 @@ def _deliver(rt: Runtime, entry: _Entry, own: list[Tensor], source: int, tag: in
         return own
     if rt.rank not in takers:
         return []
-    buffer = torch.empty(entry.tensor.shape, dtype=entry.tensor.dtype, device=rt.device)
+    buffer = torch.empty(shape, dtype=entry.tensor.dtype, device=rt.device)
     rt.monitor.wait(rt.transport.irecv(buffer, source, tag, Channel.CONTROL).test, call, [source])
     return [buffer]

@@ -129,6 +129,11 @@ def test_a_buffer_has_the_shape_that_it_has_on_its_own_stage(partial):
         smp.save_checkpoint(directory, "a", partial=partial, model=model)
         seen = model.state_dict()["0.seen"]
         smp.resume_from_checkpoint(directory, partial=partial)  # fits where it was saved
+        state = model.local_state_dict() if partial else model.state_dict()
+        state = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+        model.module[smp.pp_rank()].seen.zero_()
+        model.load_state_dict(state)
+        assert torch.equal(model.state_dict()["0.seen"], seen)
         assert single(directory).read("model", "0.seen").shape == (2, 4)
         for wrong in (0, 1):
             model, _ = growing_job(1, wrong)
