@@ -177,7 +177,7 @@ class DistributedOptimizer(FP16_Optimizer):
     def _shared(self) -> list[Parameter]:
         """Parameters that some rank of this stage updates, if a gradient reaches them; the same on all its ranks."""
         reducer = runtime.get().model.reducer
-        return [param for group in self._given for param in group if param.requires_grad or reducer.reduces(param)]
+        return [param for group in self._given for param in group if param.requires_grad or reducer.has_reduced(param)]
 
     def backward(self, loss: Tensor) -> None:
         """`model.backward(loss)`, which scales the loss."""

@@ -45,11 +45,11 @@ def plan_buckets(
 ) -> BucketPlan:
     """Cuts those members that can get a gradient into buckets of at most `cap` bytes.
 
-    `order`: indices by the time at which gradients become complete. `tied`: indices of weights that other stages hold
-    too; they go last. `hook` reduces what is averaged over the group `hooked`. `as_views`: gradients live in the
+    `order`: their indices by the time at which gradients become complete. `tied`: indices of weights that other stages
+    hold too; they go last. `hook` reduces what is averaged over the group `hooked`. `as_views`: gradients live in the
     buckets.
     """
-    live = [i for i in order if members[i].param.requires_grad and members[i].group.size > 1]
+    live = [i for i in order if members[i].group.size > 1]
     is_hooked = [hook is not None and member.group is hooked for member in members]
     items = [_item(member, goes_to_hook) for member, goes_to_hook in zip(members, is_hooked)]
     own = assign(items, [i for i in live if i not in tied], cap, FIRST_BUCKET_BYTES)

@@ -120,7 +120,8 @@ class Reducer:
 
         self._order = list(reversed(range(len(self._params))))
         self._order_is_observed = False
-        self._requires_grad: tuple[bool, ...] | None = None
+        self._live: tuple[bool, ...] | None = None  # which parameters can have a gradient to reduce
+        self._ever_live: set[int] = set()
         self._buckets: list[Reduction] = []
         self._num_early = 0  # buckets that may be launched while the pass runs: all but those of tied weights
         self._bucket_of: dict[int, tuple[int, int]] = {}  # parameter index -> (bucket, member)
@@ -155,9 +156,10 @@ class Reducer:
         """The parameters whose gradients it reduces."""
         return self._params
 
-    def reduces(self, param: Tensor) -> bool:
-        """Whether the parameter's gradient is reduced in the passes that are planned now."""
-        return self._index.get(id(param), -1) in self._bucket_of
+    def has_reduced(self, param: Tensor) -> bool:
+        """Whether passes have been planned that reduce the parameter's gradient. That may still be there, with sharded
+        state at its owner, though the parameter is frozen now."""
+        return self._index.get(id(param), -1) in self._ever_live
 
     @property
     def pending(self) -> bool:
@@ -206,9 +208,12 @@ class Reducer:
         """Call before the forward of every pass. Follows parameters whose `requires_grad` was changed."""
         if self._ends_with_backward and torch._C._current_graph_task_id() == -1:
             self.abort()  # the backward raised, so its end was never reached
-        requires_grad = tuple(param.requires_grad for param in self._params)
-        if requires_grad != self._requires_grad:
-            self._requires_grad = requires_grad
+        live = tuple(param.requires_grad for param in self._params)
+        if self._live is not None and self._pending:  # one frozen within a window has passes that count
+            live = tuple(now or before for now, before in zip(live, self._live))
+        if live != self._live:
+            self._live = live
+            self._ever_live.update(index for index, is_live in enumerate(live) if is_live)
             self._attach_hooks()
             self._plan()
 
@@ -376,7 +381,9 @@ class Reducer:
     def _plan(self) -> None:
         """Cuts the parameters that can get a gradient into buckets, in the order in which they become complete."""
         options: Any = {"cap": self._cap, "as_views": self._as_views, "hook": self._hook, "hooked": self.dp}
-        plan = plan_buckets(self._members, self._order, list(self._tied), **options)
+        assert self._live is not None
+        live = [index for index in self._order if self._live[index]]
+        plan = plan_buckets(self._members, live, list(self._tied), **options)
         self._buckets, self._num_early, self._bucket_of = plan
         self._plan_is_agreed = False
 

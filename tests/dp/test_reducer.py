@@ -516,6 +516,23 @@ def test_parameters_may_be_frozen_and_thawed_between_steps(views: bool) -> None:
         assert_same_gradients(model, reference)
 
 
+@pytest.mark.parametrize("views", [False, True])
+@on_ranks(2, config=DDP)
+def test_a_parameter_frozen_within_a_window_is_reduced_at_its_end(views: bool) -> None:
+    """A failure means that each replica updates it by the gradient of its own batches, so that replicas drift apart."""
+    model = chain()
+    reference = copy.deepcopy(model)
+    reducer = make_reducer(model, gradient_as_bucket_view=views, backward_passes_per_step=2)
+    for step in range(4):
+        model[0].requires_grad_(step == 0)
+        data = batch(step, 6)
+        reducer.refresh()
+        loss_of(model, my_part(data)).backward()
+        reference[0].requires_grad_(step == 0)
+        loss_of(reference, data).backward()
+    assert_same_gradients(model, reference)
+
+
 @on_ranks(2, config=DDP)
 def test_replicas_with_different_parameters_are_told_so() -> None:
     """A failure means that unlike gradients are summed, or a hang."""

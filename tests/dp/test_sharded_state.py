@@ -133,6 +133,22 @@ def test_gradients_dropped_within_a_window_do_not_come_back(views: bool) -> None
 
 
 @on_ranks(2)
+def test_a_parameter_that_is_frozen_with_a_gradient_is_updated_on_all_ranks() -> None:
+    """Momentum and decay still move it, as in one process. A failure means that its owner alone updates it."""
+    both = Both()
+    both.run(range(2))
+    for module in (both.model.module, both.plain):
+        module.first.requires_grad_(False)
+    for number in range(2, 4):
+        for optimizer in (both.optimizer, both.plain_optimizer):
+            optimizer.zero_grad(set_to_none=False)
+        both.backward(number)
+        both.update()
+        both.assert_same()
+    runtime.reset()
+
+
+@on_ranks(2)
 def test_gradients_of_a_penalty_on_weights_alone_are_added() -> None:
     """No output of the model says that its backward begins. A failure means that the first one to arrive is lost, or
     that a rank that only looks at gradients waits for the others."""
