@@ -50,7 +50,7 @@ def clip_grad_norm_(
         The norm before clipping, the same on every rank.
 
     Raises:
-        UsageError: parameters that are not the DistributedModel's.
+        UsageError: parameters that are not the DistributedModel's, or a `norm_type` that is not above 0.
         RuntimeError: `error_if_nonfinite` and the norm is not finite.
     """
     rt = runtime.get()
@@ -86,7 +86,7 @@ def global_norm(
     in_double = module is not None and any(p.dtype in (torch.float64, torch.complex128) for p in module.parameters())
     entries = [(param, grad) for param, grad in entries if counts(rt, param)]
     if not norm_type > 0:
-        raise ValueError(f"norm_type is {norm_type}: a positive number or inf is needed")
+        raise UsageError(f"clipping: norm_type is {norm_type}; it must be a number above 0, or inf (the maximum)")
     whole = [grad for param, grad in entries if _shard(param) is None]
     weighted = [(_norm(rt, whole, norm_type), 1.0)]
     for num_parts in sorted({_shard(param).num_parts for param, _ in entries if _shard(param) is not None}):

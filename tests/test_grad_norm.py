@@ -158,6 +158,18 @@ def test_clipping_ends_a_short_accumulation_window(caller: str) -> None:
         assert_close(param.grad, whole.grad, name)
 
 
+@pytest.mark.parametrize("caller", CLIP)
+@on_ranks(1, config={"ddp": True})
+def test_a_norm_that_cannot_be_taken_in_parts_is_refused(caller: str) -> None:
+    """torch takes norms of order 0 and below. A failure means that a script meets an error that is not smp's own."""
+    grad_norm.intercept_torch()
+    module = layers(1)
+    fill_gradients(module, 1.0)
+    params = install_model(module).local_parameters()
+    with pytest.raises(UsageError, match="norm_type is 0"):
+        CLIP[caller](params, 1.0, 0)
+
+
 @on_ranks(1)
 def test_without_smp_torch_clips_as_ever() -> None:
     """A failure means that the interception disturbs programs that do not use smp."""
