@@ -331,7 +331,7 @@ class FP16_Optimizer(Optimizer):
 
     def _update(self, closure: Callable[[], Any] | None) -> Any:
         """One update of what the inner optimizer holds, with gradients that are final."""
-        result = self.optimizer.step(closure)
+        result = self.optimizer.step() if closure is None else self.optimizer.step(closure)  # some take no closure
         self._masters.write()
         self._masters.release_shared_gradients()
         return result

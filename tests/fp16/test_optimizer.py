@@ -4,7 +4,7 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -327,6 +327,29 @@ def test_what_scripts_ask_for() -> None:
     optimizer.step()
     scheduler.step()
     assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.25]
+
+
+class Plain(torch.optim.Optimizer):
+    """As a script may write one: its step takes no closure."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            param.sub_(param.grad, alpha=self.param_groups[0]["lr"])
+
+
+def test_an_optimizer_whose_step_takes_no_closure_works() -> None:
+    """A failure means that an optimizer of the script's own works without the wrapper only."""
+    module = FP16_Module(layers(), torch.bfloat16)
+    optimizer = FP16_Optimizer(Plain(module.parameters()))
+    optimizer.backward(module(inputs(0)).sum())
+    wanted = [param.float() - 0.1 * param.grad.float() for param in module.parameters() if param.grad is not None]
+    optimizer.step()
+    for master, want in zip(optimizer.master_params, wanted, strict=True):
+        assert torch.allclose(master, want)
 
 
 def test_closures_work_where_no_overflow_has_to_be_known() -> None:
