@@ -149,6 +149,13 @@ class DistributedModel(ModelViews):
     def _get_name(self) -> str:
         return "DistributedModel"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "DistributedModel cannot be copied or pickled: it belongs to this job's processes. To save it call "
+            "smp.save_checkpoint(); to keep an average of the weights (EMA), keep tensors of your own beside "
+            "model.local_named_parameters() instead of torch.optim.swa_utils.AveragedModel(model)"
+        )
+
     # -- calling -------------------------------------------------------------------------------------------------------
 
     def _wrap_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -289,6 +289,8 @@ def test_wrong_use_is_an_error_that_says_what_to_do() -> None:
     model = smp.DistributedModel(net())
     with pytest.raises(smp.UsageError, match="already"):
         smp.DistributedModel(net())
+    with pytest.raises(smp.UsageError, match="cannot be copied or pickled.*local_named_parameters"):
+        torch.optim.swa_utils.AveragedModel(model)
     with pytest.raises(smp.StepError, match="outside a step function"):
         model(batch())
     with pytest.raises(smp.StepError, match="outside a step function"):
