@@ -331,7 +331,8 @@ class DistributedOptimizer(FP16_Optimizer):
             if self._masters.is_master(params[position]):
                 self._masters.set(params[position], value)
         if self._ownership is not None and MASTERS_KEY in state_dict:
-            self._ownership.gather(self._shared())  # the others' rounded masters
+            everything = [param for group in self._given for param in group]
+            self._ownership.gather(everything)  # the others' rounded masters, those of frozen parameters too
             self._masters.note_versions()
         self.load_scaler_state(state_dict.get(SCALER_KEY, {}))
 

@@ -69,3 +69,15 @@ def test_masters_are_sharded_and_change_nothing(half: str, grid: str) -> None:
             resumed.run_here(more)
             assert_same_weights(resumed, expected)
     runtime.reset()
+
+
+@on_ranks(2)
+def test_masters_loaded_without_the_model_reach_all_ranks() -> None:
+    """Those of frozen parameters too, which no step brings to the others. A failure means that replicas differ."""
+    job = Both(half="bf16")
+    job.run_here(range(2))
+    state, expected = job.optimizer.state_dict(), weights_of(job)
+    resumed = Both(half="bf16", seed=1)
+    resumed.optimizer.load_state_dict(state)
+    assert_same_weights(resumed, expected)
+    runtime.reset()
