@@ -6,6 +6,9 @@ A parameter that is cut over the tensor-parallel group has its norm in parts:
                             +-- one sum over the group, of all parameters' norms at once --> the same step on all ranks
     tp_rank 1   |part|**2 --+
 
+A parameter that was put together from several of the user's (query, key and value of an attention) has a norm for each
+of them, as in one process.
+
 Both also work without `smp.init`. In half precision use them through `smp.DistributedOptimizer`, which gives them fp32
 masters.
 """
@@ -13,6 +16,8 @@ masters.
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,7 +30,37 @@ from smp.dp.reduction import all_reduce
 from smp.errors import UsageError
 from smp.runtime import Runtime
 from smp.topology import CommGroup
-from smp.tp.shard import spec_of
+from smp.tp.origin import Block, boxes_by_source
+from smp.tp.shard import ShardSpec, spec_of
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What has one norm: a parameter, or what was one in the user's module and is part of one here.
+
+    `place`: the parameter's in a list; `spec`: how that is cut; `boxes`: where in its local tensor, None: all of it.
+    """
+
+    place: int
+    spec: ShardSpec | None
+    boxes: tuple[Block, ...] | None = None
+
+    def of(self, tensor: Tensor) -> list[Tensor]:
+        """Views of the layer in a tensor of the parameter's local shape; none where this rank holds nothing of it."""
+        return [tensor] if self.boxes is None else [box.in_local(tensor) for box in self.boxes]
+
+    def values(self, tensor: Tensor) -> list[Tensor]:
+        """`of`, without padding."""
+        return self.of(tensor) if self.boxes or self.spec is None else [self.spec.without_padding(tensor)]
+
+
+def layers_of(params: Sequence[Tensor]) -> list[Layer]:
+    """The layers of all `params`, in their order."""
+    layers = []
+    for place, param in enumerate(params):
+        boxes: Sequence[tuple[Block, ...] | None] = boxes_by_source(param) or (None,)
+        layers += [Layer(place, spec_of(param), of_layer) for of_layer in boxes]
+    return layers
 
 
 class _Layerwise(Optimizer):
@@ -141,9 +176,12 @@ class FusedLAMB(_Layerwise):
         all_params = [param for params, _ in adapted for param in params]
         all_steps = [step for _, of_group in adapted for step in of_group]
         if all_params:
-            of_params, of_steps = whole_norms(all_params, [all_params, all_steps])
+            layers = layers_of(all_params)
+            of_params, of_steps = whole_norms(layers, [all_params, all_steps])
             ratios = torch.where((of_params > 0) & (of_steps > 0), of_params / of_steps, 1.0)
-            torch._foreach_mul_(all_steps, _scalars(ratios, all_steps))
+            views = [layer.of(all_steps[layer.place]) for layer in layers]
+            factors = [[ratio.to(view) for view in of_layer] for ratio, of_layer in zip(ratios, views)]
+            torch._foreach_mul_([*chain(*views)], [*chain(*factors)])
         for group, params, step in zip(self.param_groups, members, steps):
             if params:
                 torch._foreach_add_(params, step, alpha=-group["lr"])
@@ -254,31 +292,45 @@ class FusedNovoGrad(_Layerwise):
                 running = self._running_norms(group, params, norms)
                 self._update_group(group, params, running)
 
-    def _norms(self, members: list[list[Tensor]]) -> dict[int, Tensor]:
-        """By the id of each parameter, the norm of its gradient."""
-        found: dict[int, Tensor] = {}
+    def _norms(self, members: list[list[Tensor]]) -> dict[int, list[Tensor]]:
+        """By the id of each parameter, the norms of its layers' gradients."""
+        found: dict[int, list[Tensor]] = {}
         for norm_type, order in ((2, 2.0), (0, math.inf)):
             of_type = [g["norm_type"] == norm_type for g in self.param_groups]
             params = [param for params, fits in zip(members, of_type) if fits for param in params]
             if params:
-                (norms,) = whole_norms(params, [_gradients(params)], order)
-                found |= {id(param): norm for param, norm in zip(params, norms)}
+                layers = layers_of(params)
+                (norms,) = whole_norms(layers, [_gradients(params)], order)
+                for layer, norm in zip(layers, norms):
+                    found.setdefault(id(params[layer.place]), []).append(norm)
         return found
 
-    def _running_norms(self, group: dict[str, Any], params: list[Tensor], norms: dict[int, Tensor]) -> list[Tensor]:
-        beta2 = group["betas"][1]
-        now = torch.stack([norms[id(param)] for param in params])
-        before = torch.stack(
-            [self.state[p].get("exp_avg_norm", norms[id(p)] * (not group["init_zero"])).to(now) for p in params]
-        )
+    def _running_norms(
+        self, group: dict[str, Any], params: list[Tensor], norms: dict[int, list[Tensor]]
+    ) -> list[Tensor]:
+        """A scalar for each parameter; of one with several layers a tensor of its shape, with each layer's number."""
+        beta2, layers = group["betas"][1], layers_of(params)
+        now = torch.stack([norm for param in params for norm in norms[id(param)]])
+        start = now * (not group["init_zero"])
+        kept = [self.state[params[layer.place]].get("exp_avg_norm") for layer in layers]
+        before = torch.stack([_number(layer, old, new) for layer, old, new in zip(layers, kept, start)])
         if group["norm_type"] == 2:
             after = (beta2 * before.square() + (1 - beta2) * now.square()).sqrt()
         else:
             after = beta2 * before + (1 - beta2) * now
-        running = _scalars(after, params)
-        for param, norm in zip(params, running):
-            self.state[param]["exp_avg_norm"] = norm
-        return running
+        running: dict[int, Tensor] = {}
+        for layer, norm in zip(layers, after):
+            param = params[layer.place]
+            if layer.boxes is None:
+                running[layer.place] = norm.to(param)
+                continue
+            if layer.place not in running:
+                running[layer.place] = torch.zeros_like(param)
+            for view in layer.of(running[layer.place]):
+                view.fill_(norm)
+        for place, param in enumerate(params):
+            self.state[param]["exp_avg_norm"] = running[place]
+        return list(running.values())
 
     def _update_group(self, group: dict[str, Any], params: list[Tensor], running: list[Tensor]) -> None:
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
@@ -300,18 +352,25 @@ class FusedNovoGrad(_Layerwise):
         torch._foreach_add_(params, steps, alpha=-group["lr"])
 
 
-@torch.no_grad()
-def whole_norms(params: Sequence[Tensor], values: Sequence[Sequence[Tensor]], order: float = 2.0) -> list[Tensor]:
-    """Norms of whole tensors that lie beside `params`, their gradients for instance, each cut as its parameter is.
+def _number(layer: Layer, kept: Tensor | None, otherwise: Tensor) -> Tensor:
+    """The number that was kept for a layer: as a scalar, or throughout a tensor of its parameter's shape."""
+    if kept is None:
+        return otherwise
+    views = [kept] if kept.dim() == 0 else layer.of(kept)
+    return next((view.flatten()[0].to(otherwise) for view in views if view.numel()), otherwise)
 
-    `values`: lists of tensors, each list as long as `params`, of the parameters' local shapes. `order`: 2 or inf.
-    Returns for each list its norms [number of parameters], float64. When a parameter is cut: collective over the
-    tensor-parallel group, one all-reduce.
+
+@torch.no_grad()
+def whole_norms(layers: Sequence[Layer], values: Sequence[Sequence[Tensor]], order: float = 2.0) -> list[Tensor]:
+    """Norms of whole layers in tensors that lie beside their parameters, the gradients for instance, each cut as its
+    parameter is.
+
+    `values`: lists of tensors of the parameters' local shapes. `order`: 2 or inf. Returns for each list its norms
+    [number of layers], float64. When a parameter is cut: collective over the tensor-parallel group, one all-reduce.
     """
-    specs: list[Any] = [spec_of(param) for param in params]
-    norms = torch.stack([_local_norms(specs, tensors, order) for tensors in values])
+    norms = torch.stack([_local_norms(layers, tensors, order) for tensors in values])
     # Only of those that are cut: which other parameters a rank updates may differ when optimizer state is sharded.
-    cut = [place for place, spec in enumerate(specs) if spec is not None]
+    cut = [place for place, layer in enumerate(layers) if layer.spec is not None]
     rt = _runtime()
     if rt is None or rt.tp_size == 1 or not cut:
         return list(norms)
@@ -320,24 +379,22 @@ def whole_norms(params: Sequence[Tensor], values: Sequence[Sequence[Tensor]], or
     message = norms[:, cut]
     if not is_max:
         # A parameter cut into fewer parts than there are ranks (key/value heads) lies on several of them.
-        message = message.square() * message.new_tensor([specs[place].num_parts / rt.tp_size for place in cut])
+        shares = [layer.spec.num_parts / rt.tp_size for layer in layers if layer.spec is not None]
+        message = message.square() * message.new_tensor(shares)
     op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
     all_reduce(message, op, "norms of distributed parameters", group)
     norms[:, cut] = message if is_max else message.sqrt()
     return list(norms)
 
 
-def _local_norms(specs: Sequence[Any], tensors: Sequence[Tensor], order: float) -> Tensor:
+def _local_norms(layers: Sequence[Layer], tensors: Sequence[Tensor], order: float) -> Tensor:
     """Norms of this rank's parts, without padding."""
-    parts = [tensor if spec is None else spec.without_padding(tensor) for spec, tensor in zip(specs, tensors)]
-    wide = torch.float32 if any(part.dtype in (torch.float16, torch.bfloat16) for part in parts) else None
-    parts = [part if part.numel() else part.new_zeros(1) for part in parts]
-    return torch.stack([norm.double() for norm in torch._foreach_norm(parts, order, dtype=wide)])
-
-
-def _scalars(values: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """One scalar for each tensor of `like`, in its type."""
-    return [value.to(tensor) for value, tensor in zip(values, like)]
+    parts = [layer.values(tensors[layer.place]) or [tensors[layer.place].new_zeros(1)] for layer in layers]
+    flat = [view if view.numel() else view.new_zeros(1) for view in chain(*parts)]
+    wide = torch.float32 if any(view.dtype in (torch.float16, torch.bfloat16) for view in flat) else None
+    norms = iter([norm.double() for norm in torch._foreach_norm(flat, order, dtype=wide)])
+    of_layers = [torch.stack([next(norms) for _ in views]) for views in parts]
+    return torch.stack([of[0] if len(of) == 1 else torch.linalg.vector_norm(of, order) for of in of_layers])
 
 
 def _gradients(params: Sequence[Tensor]) -> list[Tensor]:

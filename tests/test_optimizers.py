@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 import smp
 from smp import runtime
 from smp.errors import UsageError
-from smp.optimizers import FusedLAMB, FusedNovoGrad, whole_norms
+from smp.optimizers import FusedLAMB, FusedNovoGrad, layers_of, whole_norms
 from smp.tp.shard import ShardSpec
+from tests.checkpoint import jobs
 from tests.checkpoint.small import Job, grid
 from tests.harness import on_ranks
 from tests.parity.compare import (
@@ -31,6 +33,7 @@ from tests.parity.test_tensor_parallel import split_everything, split_some
 from tests.parity.zoo import ZOO
 from tests.standin import install_model
 from tests.stateful import shared_directory
+from tests.tp.hf_models import BERTS, T5S
 
 F64 = torch.float64
 
@@ -176,6 +179,7 @@ OPTIMIZERS = {"lamb": lamb, "novograd": novograd, "novograd_maximum": novograd_m
 # Vocabularies of 13 are cut with padding.
 PARTS = [Setup(tp=2, microbatches=2, dtype=F64, steps=3), Setup(tp=2, dtype=F64, prescaled=True)]
 STAGES = [Setup(pp=2, tp=2, microbatches=2, dtype=F64), Setup(tp=2, dtype=F64)]
+FUSED = {"bert": BERTS["masked words"], "t5": T5S["gated, untied"]}
 SHARDED = Setup(tp=2, dtype=F64, steps=3, config={"shard_optimizer_state": True})
 
 
@@ -202,6 +206,32 @@ def test_parts_stages_replicas_and_shared_state_train_as_one_process(which: str)
         assert_close(value, shard_of(tensors[name], want.state[name]), 1e-9, name)
 
 
+@pytest.mark.parametrize("which", OPTIMIZERS)
+@pytest.mark.parametrize("family", FUSED)
+@on_ranks(2, timeout=200)
+def test_what_tensor_parallelism_puts_together_keeps_norms_of_its_own(family: str, which: str) -> None:
+    """Query, key and value are three layers in one process: one norm for all of them would make other steps."""
+    for setup in (replace(PARTS[0], microbatches=1), PARTS[1]):
+        check(FUSED[family], setup, OPTIMIZERS[which], smp.set_tensor_parallelism)
+
+
+@pytest.mark.parametrize("half", ["", "bf16"])
+@on_ranks(2, config={"ddp": True}, timeout=200)
+def test_norms_of_what_was_put_together_resume_on_other_degrees(half: str) -> None:
+    """Query, key and value have a number each in one process, and a tensor with all three where they are split."""
+    with shared_directory() as directory:
+        for saved, resumed, partial in ((2, 2, True), (2, 1, True), (1, 2, True), (2, 1, False), (1, 2, False)):
+            job = jobs.Job("bert", jobs.Grid(tp=saved, half=half), make=novograd)
+            job.step(), job.step()
+            job.save(directory, f"{saved} {resumed}", partial=partial)
+            expected = [job.step()[0], job.step()[0]]
+            job = jobs.Job("bert", jobs.Grid(tp=resumed, half=half), make=novograd, seed=1)
+            job.resume(directory, tag=f"{saved} {resumed}", partial=partial)
+            got = [job.step()[0], job.step()[0]]
+            tolerance = 0.0 if saved == resumed else 1e-2 if half else 1e-9
+            assert got == pytest.approx(expected, rel=tolerance, abs=0)
+
+
 @on_ranks(4, config={"ddp": True, "tensor_parallel_degree": 4})
 def test_parts_that_lie_on_several_ranks_count_once() -> None:
     """Key and value heads, fewer than ranks: a failure means norms that are too large by the square root of 2."""
@@ -212,7 +242,8 @@ def test_parts_that_lie_on_several_ranks_count_once() -> None:
     spec = ShardSpec((4, 2), 0, rt.tp_rank // 2, 2)
     param._smp_shard = spec  # type: ignore[attr-defined]
     for order in (2.0, math.inf):
-        both = whole_norms([other, param], [[whole, spec.split(whole)], [whole, 3 * spec.split(whole)]], order)
+        values = [[whole, spec.split(whole)], [whole, 3 * spec.split(whole)]]
+        both = whole_norms(layers_of([other, param]), values, order)
         norm = torch.linalg.vector_norm(whole, order)
         torch.testing.assert_close(torch.stack(both), torch.stack([norm, norm, norm, 3 * norm]).view(2, 2))
 

@@ -304,7 +304,21 @@ class OptimizerReader:
                 self._checkpoint.fill(state[key], blocks, [("optimizer", key)], name, self._near)
             else:
                 state[key] = self._unlike(name, key, origin, found)
+                numbers = self._numbers(held)
+                if len({float(number) for number in numbers.values()}) > 1:  # such as norms, of each source its own
+                    state[key] = torch.zeros(param.shape, dtype=state[key].dtype)
+                    for block in origin.blocks:
+                        block.in_local(state[key]).fill_(numbers.get(block.source, 0))
         return state
+
+    def _numbers(self, held: Mapping[str, Sequence[StoredTensor]]) -> dict[str, Tensor]:
+        """By source of a parameter that has several, state that is one number for each."""
+        firsts = {source: of_source[0] for source, of_source in held.items() if of_source and len(held) > 1}
+        return {
+            source: self._checkpoint.value(stored)
+            for source, stored in firsts.items()
+            if stored.shape == () and stored.record
+        }
 
     def _unlike(self, name: str, key: str, origin: Origin, found: Sequence[StoredTensor]) -> Any:
         """State that is not shaped like its parameter: a number for all of it, or something of the optimizer's own."""

@@ -23,6 +23,7 @@ from smp.tp.shard import ShardSpec, spec_of
 
 _ORIGIN = "_smp_origin"
 _NAMES = "_smp_canonical_names"
+_SOURCES = "_smp_sources"
 Names = Mapping[int, tuple[str, ...]]  # by id of a parameter its names in the user's module
 
 
@@ -145,6 +146,21 @@ def whole_origin(name: str, tensor: Tensor) -> Origin:
     """Of a parameter or buffer before it was cut into parts; `name` is its first name in the model."""
     known: Origin | None = getattr(tensor, _ORIGIN, None)
     return known if known is not None else Origin.whole(name, _whole_shape(tensor))
+
+
+def boxes_by_source(param: Tensor) -> tuple[tuple[Block, ...], ...]:
+    """Where, in this rank's part of a parameter that was put together from several of the user's, the values of each of
+    these lie: in an order that all ranks share, nowhere for some on some ranks. Empty for any other parameter.
+    """
+    whole: Origin | None = getattr(param, _ORIGIN, None)
+    if whole is None or len(whole.shapes) == 1:
+        return ()
+    known, boxes = getattr(param, _SOURCES, (None, ()))
+    if known is not whole:
+        blocks = origin_of("", param).blocks
+        boxes = tuple(tuple(block for block in blocks if block.source == source) for source in whole.shapes)
+        setattr(param, _SOURCES, (whole, boxes))  # optimizers ask in every step
+    return boxes
 
 
 def origin_of(name: str, tensor: Tensor) -> Origin:

@@ -115,10 +115,19 @@ def gpt2_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in translated.items() if name != "lm_head.weight"}  # tied to the embedding
 
 
+def bert() -> nn.Module:
+    import transformers
+
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 2}
+    dropout = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+    return transformers.BertForMaskedLM(transformers.BertConfig(**sizes, **dropout, num_attention_heads=4))
+
+
 SHAPES = {
     "gpt": Shape(gpt, gpt_loss, gpt_names),
     "body": Shape(Body, body_loss, lambda tensors: tensors),
     "gpt2": Shape(gpt2, gpt2_loss, gpt2_names),
+    "bert": Shape(bert, gpt2_loss, lambda tensors: tensors),
 }
 
 
