@@ -35,10 +35,10 @@ class Counting(nn.Module):
         return self.linear(x)
 
 
-def counting_job(stages, start):
+def job_of(kind, stages, start):
     runtime.reset()
     smp.init({"pipeline_parallel_degree": stages, "ddp": True})
-    module = nn.Sequential(Counting(start), Counting(start))
+    module = nn.Sequential(kind(start), kind(start))
     smp.set_partition(module[0], 0)
     smp.set_partition(module[1], stages - 1)
     model = smp.DistributedModel(module)
@@ -62,7 +62,7 @@ def test_extra_state_is_that_of_the_stage_that_ran_the_module(start):
     """Every rank has a copy of every module, and those of other stages never ran: taken from there, the state of the
     beginning would come back."""
     with shared_directory() as directory:
-        model, step = counting_job(2, start)
+        model, step = job_of(Counting, 2, start)
         step()
         step()
         assert calls(model) == ([2, 0], [0, 2])[smp.pp_rank()]
@@ -73,7 +73,7 @@ def test_extra_state_is_that_of_the_stage_that_ran_the_module(start):
         model.load_state_dict(part)
         assert calls(model) == [2, 2]
         for tag, partial in (("a", True), ("full", False)):
-            model, step = counting_job(1, start)
+            model, step = job_of(Counting, 1, start)
             smp.resume_from_checkpoint(directory, tag, partial=partial, load_optimizer=False)
             assert calls(model) == [2, 2]
 
@@ -82,9 +82,9 @@ def test_extra_state_is_that_of_the_stage_that_ran_the_module(start):
 def test_extra_state_in_a_counter_comes_back_as_it_was():
     """`Counter.update` adds where that of a dict replaces: counts would double at every save and every resume."""
     with shared_directory() as directory:
-        model, _ = counting_job(1, Counter(tokens=5))
+        model, _ = job_of(Counting, 1, Counter(tokens=5))
         smp.save_checkpoint(directory, "a", model=model)
-        model, _ = counting_job(1, Counter())
+        model, _ = job_of(Counting, 1, Counter())
         smp.resume_from_checkpoint(directory, load_optimizer=False)
         assert [module.calls for module in model.module] == [Counter(tokens=5)] * 2
 
@@ -102,29 +102,12 @@ class Growing(nn.Module):
         return self.linear(x)
 
 
-def growing_job(stages, rows):
-    runtime.reset()
-    smp.init({"pipeline_parallel_degree": stages, "ddp": True})
-    module = nn.Sequential(Growing(rows), Growing(rows))
-    smp.set_partition(module[0], 0)
-    smp.set_partition(module[1], stages - 1)
-    model = smp.DistributedModel(module)
-
-    @smp.step
-    def run(x):
-        loss = model(x).sum()
-        model.backward(loss)
-        return loss
-
-    return model, lambda: run(torch.ones(2, 4))
-
-
 @pytest.mark.parametrize("partial", [True, False])
 @on_ranks(2, config={"ddp": True}, timeout=120)
 def test_a_buffer_has_the_shape_that_it_has_on_its_own_stage(partial):
     """Other stages know the one of the beginning: recorded from there, the buffer would silently stay empty."""
     with shared_directory() as directory:
-        model, step = growing_job(2, 0)
+        model, step = job_of(Growing, 2, 0)
         step()
         smp.save_checkpoint(directory, "a", partial=partial, model=model)
         seen = model.state_dict()["0.seen"]
@@ -136,10 +119,10 @@ def test_a_buffer_has_the_shape_that_it_has_on_its_own_stage(partial):
         assert torch.equal(model.state_dict()["0.seen"], seen)
         assert single(directory).read("model", "0.seen").shape == (2, 4)
         for wrong in (0, 1):
-            model, _ = growing_job(1, wrong)
+            model, _ = job_of(Growing, 1, wrong)
             with pytest.raises(CheckpointError, match=rf"0.seen has shape \[2, 4\], the model has \[{wrong}, 4\]"):
                 smp.resume_from_checkpoint(directory, partial=partial)
-        model, _ = growing_job(1, 2)
+        model, _ = job_of(Growing, 1, 2)
         smp.resume_from_checkpoint(directory, partial=partial)
         assert torch.equal(model.module[0].seen, seen)
 
