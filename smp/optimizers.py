@@ -51,7 +51,9 @@ class Layer:
 
     def values(self, tensor: Tensor) -> list[Tensor]:
         """`of`, without padding."""
-        return self.of(tensor) if self.boxes or self.spec is None else [self.spec.without_padding(tensor)]
+        if self.boxes is None and self.spec is not None:
+            return [self.spec.without_padding(tensor)]
+        return self.of(tensor)
 
 
 def layers_of(params: Sequence[Tensor]) -> list[Layer]:

@@ -13,6 +13,7 @@ import smp
 from smp import runtime
 from smp.errors import UsageError
 from smp.optimizers import FusedLAMB, FusedNovoGrad, layers_of, whole_norms
+from smp.tp.origin import Block, Origin, remember
 from smp.tp.shard import ShardSpec
 from tests.checkpoint import jobs
 from tests.checkpoint.small import Job, grid
@@ -246,6 +247,20 @@ def test_parts_that_lie_on_several_ranks_count_once() -> None:
         both = whole_norms(layers_of([other, param]), values, order)
         norm = torch.linalg.vector_norm(whole, order)
         torch.testing.assert_close(torch.stack(both), torch.stack([norm, norm, norm, 3 * norm]).view(2, 2))
+
+
+@on_ranks(2, config={"ddp": True, "tensor_parallel_degree": 2})
+def test_a_rank_may_hold_nothing_of_a_layer() -> None:
+    """Two of the user's weights, put together and cut between them: each rank has the norms of both."""
+    install_model(nn.Linear(1, 1))
+    whole = torch.arange(1.0, 9.0, dtype=F64).view(4, 2)
+    spec = ShardSpec((4, 2), 0, smp.tp_rank(), 2)
+    param = nn.Parameter(spec.split(whole))
+    param._smp_shard = spec  # type: ignore[attr-defined]
+    blocks = [Block(name, (0, 0), (2, 2), (row, 0)) for name, row in (("a", 0), ("b", 2))]
+    remember(param, Origin(tuple(blocks), {"a": (2, 2), "b": (2, 2)}))
+    (norms,) = whole_norms(layers_of([param]), [[param.detach()]])
+    torch.testing.assert_close(norms, torch.stack([whole[:2].norm(), whole[2:].norm()]))
 
 
 @pytest.mark.parametrize("kind", [FusedLAMB, FusedNovoGrad])
