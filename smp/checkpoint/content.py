@@ -25,7 +25,7 @@ from smp.dp.optimizer_state import NAMES_KEY, PARTIAL_KEY
 from smp.errors import UsageError
 from smp.fp16.optimizer import MASTERS_KEY, SCALER_KEY
 from smp.runtime import Runtime
-from smp.tp.origin import Origin, is_extra, origins, tied_names
+from smp.tp.origin import Origin, is_extra, origins, source_shapes, tied_names
 
 USER_CONTENT = "user_content.pt"
 
@@ -103,7 +103,7 @@ def collect(
         sharded=sharded,
         half=half,
         partition=_partition(model),
-        shapes={source: shape for name in known if name in held for source, shape in known[name].shapes.items()},
+        shapes=source_shapes(origin for name, origin in known.items() if name in held),
         groups=groups,
         tied=() if module is None else tied_names(module),
         tensors=tensors,

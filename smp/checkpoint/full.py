@@ -34,7 +34,7 @@ from smp.dp.optimizer_state import PARTIAL_KEY
 from smp.fp16.optimizer import SCALER_KEY
 from smp.model_state import may_rename
 from smp.runtime import Runtime
-from smp.tp.origin import origins, tied_names
+from smp.tp.origin import origins, source_shapes, tied_names
 
 Translation = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -103,7 +103,7 @@ def _manifest(rt: Runtime, tag: str, save_id: str, objects: Mapping[str, Any]) -
     names = Names(module, ours_first=not translated)
     stored += names.describe(tag, objects.get(tag, {}))
     whole = origins(module, whole=True)
-    whole_shapes = {source: shape for origin in whole.values() for source, shape in origin.shapes.items()}
+    whole_shapes = source_shapes(whole.values())
     for one in stored:  # a buffer of another stage may have grown there
         whole_shapes.update(names.shapes_of(one))
     half = optimizer_file in objects and SCALER_KEY in objects[optimizer_file]

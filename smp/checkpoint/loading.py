@@ -30,7 +30,7 @@ from smp.fp16.optimizer import SCALER_KEY
 from smp.model_state import differences_of, entries_of, warn_of_rest
 from smp.runtime import Runtime
 from smp.topology import CommGroup
-from smp.tp.origin import Origin, extra_names, origins
+from smp.tp.origin import Origin, extra_names, origins, source_shapes
 
 Kinds = Sequence[tuple[Kind, str]]
 _MODEL: Kinds = (("model", ""),)
@@ -81,9 +81,7 @@ class PartialLoad:
         known = origins(self._rt.model.module)
         problems = list(self._shape_problems(known))
         if self._has("model"):
-            wanted = {source for origin in known.values() for source in origin.shapes} | set(
-                extra_names(self._rt.model.module)
-            )
+            wanted = {*source_shapes(known.values()), *extra_names(self._rt.model.module)}
             there = set(self._checkpoint.sources("model"))
             missing, unexpected = sorted(wanted - there), sorted(there - wanted)
             if not self.options.strict:
@@ -110,9 +108,8 @@ class PartialLoad:
 
     def _shape_problems(self, known: Mapping[str, Origin]) -> Iterator[str]:
         stored, model = self._checkpoint.manifest.shapes, self._rt.model
-        here = [origin for name, origin in known.items() if not model.partitioned or model.owned(name)]
-        shapes = {source: shape for origin in here for source, shape in origin.shapes.items()}
-        for source, shape in shapes.items():
+        here = (origin for name, origin in known.items() if not model.partitioned or model.owned(name))
+        for source, shape in source_shapes(here).items():
             if stored.get(source, shape) != shape:
                 yield f"{source} has shape {list(stored[source])}, the model has {list(shape)}"
 
@@ -302,20 +299,21 @@ class OptimizerReader:
                 state[key] = torch.zeros(param.shape, dtype=getattr(torch, found[0].dtype))
                 blocks = [block for block in origin.blocks if held[block.source]]
                 self._checkpoint.fill(state[key], blocks, [("optimizer", key)], name, self._near)
+                continue
+            numbers = self._numbers(held)
+            if len(set(numbers.values())) > 1:  # such as norms, of each source its own
+                state[key] = torch.zeros(param.shape, dtype=getattr(torch, found[0].dtype))
+                for block in origin.blocks:
+                    block.in_local(state[key]).fill_(numbers.get(block.source, 0.0))
             else:
                 state[key] = self._unlike(name, key, origin, found)
-                numbers = self._numbers(held)
-                if len({float(number) for number in numbers.values()}) > 1:  # such as norms, of each source its own
-                    state[key] = torch.zeros(param.shape, dtype=state[key].dtype)
-                    for block in origin.blocks:
-                        block.in_local(state[key]).fill_(numbers.get(block.source, 0))
         return state
 
-    def _numbers(self, held: Mapping[str, Sequence[StoredTensor]]) -> dict[str, Tensor]:
+    def _numbers(self, held: Mapping[str, Sequence[StoredTensor]]) -> dict[str, float]:
         """By source of a parameter that has several, state that is one number for each."""
         firsts = {source: of_source[0] for source, of_source in held.items() if of_source and len(held) > 1}
         return {
-            source: self._checkpoint.value(stored)
+            source: float(self._checkpoint.value(stored))
             for source, stored in firsts.items()
             if stored.shape == () and stored.record
         }

@@ -26,6 +26,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from smp.checkpoint.files import flush_file
 from smp.errors import CheckpointError
 
 _ALIGNMENT = 64
@@ -88,8 +89,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     try:
         with aside.open("wb") as out:
             yield out
-            out.flush()
-            os.fsync(out.fileno())
+            flush_file(out)
         os.replace(aside, path)
     except BaseException as error:
         with suppress(OSError):

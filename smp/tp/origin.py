@@ -13,7 +13,7 @@ So what was stored on some degrees is found again on any other: stored blocks an
 the user's module. Pure values; recorded by `convert`, needed by checkpoints.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -183,6 +183,11 @@ def origins(module: nn.Module, whole: bool = False) -> dict[str, Origin]:
         origin = whole_origin(names[0], tensor) if whole else origin_of(names[0], tensor)
         result.update(dict.fromkeys(names, origin))
     return result
+
+
+def source_shapes(found: Iterable[Origin]) -> dict[str, tuple[int, ...]]:
+    """Whole shapes of the user's tensors that some origins are of, by canonical name."""
+    return {source: shape for origin in found for source, shape in origin.shapes.items()}
 
 
 def tied_names(module: nn.Module) -> tuple[tuple[str, ...], ...]:

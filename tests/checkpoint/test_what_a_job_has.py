@@ -35,10 +35,11 @@ class Counting(nn.Module):
         return self.linear(x)
 
 
-def job_of(kind, stages, start):
+def job_of(stages, first, second):
+    """One module on the first stage and one on the last."""
     runtime.reset()
     smp.init({"pipeline_parallel_degree": stages, "ddp": True})
-    module = nn.Sequential(kind(start), kind(start))
+    module = nn.Sequential(first, second)
     smp.set_partition(module[0], 0)
     smp.set_partition(module[1], stages - 1)
     model = smp.DistributedModel(module)
@@ -62,7 +63,7 @@ def test_extra_state_is_that_of_the_stage_that_ran_the_module(start):
     """Every rank has a copy of every module, and those of other stages never ran: taken from there, the state of the
     beginning would come back."""
     with shared_directory() as directory:
-        model, step = job_of(Counting, 2, start)
+        model, step = job_of(2, Counting(start), Counting(start))
         step()
         step()
         assert calls(model) == ([2, 0], [0, 2])[smp.pp_rank()]
@@ -73,7 +74,7 @@ def test_extra_state_is_that_of_the_stage_that_ran_the_module(start):
         model.load_state_dict(part)
         assert calls(model) == [2, 2]
         for tag, partial in (("a", True), ("full", False)):
-            model, step = job_of(Counting, 1, start)
+            model, step = job_of(1, Counting(start), Counting(start))
             smp.resume_from_checkpoint(directory, tag, partial=partial, load_optimizer=False)
             assert calls(model) == [2, 2]
 
@@ -82,9 +83,9 @@ def test_extra_state_is_that_of_the_stage_that_ran_the_module(start):
 def test_extra_state_in_a_counter_comes_back_as_it_was():
     """`Counter.update` adds where that of a dict replaces: counts would double at every save and every resume."""
     with shared_directory() as directory:
-        model, _ = job_of(Counting, 1, Counter(tokens=5))
+        model, _ = job_of(1, Counting(Counter(tokens=5)), Counting(Counter(tokens=5)))
         smp.save_checkpoint(directory, "a", model=model)
-        model, _ = job_of(Counting, 1, Counter())
+        model, _ = job_of(1, Counting(Counter()), Counting(Counter()))
         smp.resume_from_checkpoint(directory, load_optimizer=False)
         assert [module.calls for module in model.module] == [Counter(tokens=5)] * 2
 
@@ -107,7 +108,7 @@ class Growing(nn.Module):
 def test_a_buffer_has_the_shape_that_it_has_on_its_own_stage(partial):
     """Other stages know the one of the beginning: recorded from there, the buffer would silently stay empty."""
     with shared_directory() as directory:
-        model, step = job_of(Growing, 2, 0)
+        model, step = job_of(2, Growing(0), Growing(0))
         step()
         smp.save_checkpoint(directory, "a", partial=partial, model=model)
         seen = model.state_dict()["0.seen"]
@@ -119,10 +120,10 @@ def test_a_buffer_has_the_shape_that_it_has_on_its_own_stage(partial):
         assert torch.equal(model.state_dict()["0.seen"], seen)
         assert single(directory).read("model", "0.seen").shape == (2, 4)
         for wrong in (0, 1):
-            model, _ = job_of(Growing, 1, wrong)
+            model, _ = job_of(1, Growing(wrong), Growing(wrong))
             with pytest.raises(CheckpointError, match=rf"0.seen has shape \[2, 4\], the model has \[{wrong}, 4\]"):
                 smp.resume_from_checkpoint(directory, partial=partial)
-        model, _ = job_of(Growing, 1, 2)
+        model, _ = job_of(1, Growing(2), Growing(2))
         smp.resume_from_checkpoint(directory, partial=partial)
         assert torch.equal(model.module[0].seen, seen)
 
@@ -181,7 +182,7 @@ class Odd(nn.Module):
     def __init__(self, kind):
         super().__init__()
         self.kind = kind
-        self.table = nn.Embedding(4, 2, sparse=kind == "state")
+        self.table = nn.Embedding(4, 4, sparse=kind == "state")
         if kind == "buffer":
             self.register_buffer("graph", torch.eye(4).to_sparse())
 
@@ -206,21 +207,9 @@ class Odd(nn.Module):
 @on_ranks(2, config={"ddp": True}, timeout=120)
 def test_tensors_that_have_no_place_in_a_checkpoint_are_named_on_all_ranks(kind, says, partial):
     """Left to torch or to the transport, one rank raises what names nothing, and the other waits for it."""
-    runtime.reset()
-    smp.init({"pipeline_parallel_degree": 2, "ddp": True})
-    module = nn.Sequential(Odd("" if kind == "buffer" else kind), Odd(kind))
-    for stage in range(2):
-        smp.set_partition(module[stage], stage)
-    model = smp.DistributedModel(module)
+    model, step = job_of(2, Odd("" if kind == "buffer" else kind), Odd(kind))
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-
-    @smp.step
-    def run(x):
-        loss = model(x).sum()
-        model.backward(loss)
-        return loss
-
-    run(torch.ones(2, 2))
+    step()
     optimizer.step()
     with shared_directory() as directory:
         with pytest.raises(SmpError, match=says):
